@@ -74,7 +74,6 @@ TRANSFORMATIONS = {
     "rmsprop": lambda: optax.rmsprop(1e-3),
     "amsgrad": lambda: optax.amsgrad(1e-3),
     "injected": lambda: optax.inject_hyperparams(optax.adamw)(learning_rate=1e-3),
-    "clipped by each array's norm": lambda: optax.chain(optax.adaptive_grad_clip(0.1), optax.adam(1e-3)),
     "schedule-free": lambda: contrib.schedule_free_adamw(1e-3),
     "factored": lambda: optax.chain(optax.scale_by_factored_rms(min_dim_size_to_factor=4), optax.scale(-1e-2)),
     "adam for some": lambda: optax.partition(
@@ -84,6 +83,7 @@ TRANSFORMATIONS = {
 }
 
 
+@pytest.mark.claim("host-state-has-the-bits")
 @pytest.mark.parametrize("name", TRANSFORMATIONS)
 def test_state_on_the_host_has_the_bits_of_state_on_the_device(name):
     tx, params = TRANSFORMATIONS[name](), {"layers": params_in()["layers"], "table": params_in()["table"]}
@@ -108,6 +108,7 @@ def test_stacks_of_unlike_length_and_what_comes_whole_are_updated_together():
 
 # XLA simplifies what stands in a branch, or beside a matmul, otherwise than in a loop over blocks.
 ROUNDED = {
+    "clipped by each array's norm": lambda: optax.chain(optax.adaptive_grad_clip(0.1), optax.adam(1e-3)),
     "applied if finite": lambda: optax.apply_if_finite(optax.adam(1e-3), 3),
     "every second step": lambda: optax.MultiSteps(optax.adam(1e-3), 2).gradient_transformation(),
     "muon, which multiplies the matrices of a layer": lambda: contrib.muon(1e-3),
@@ -152,6 +153,7 @@ MIXING = {
 }
 
 
+@pytest.mark.claim("host-state-mixing-refused")
 @pytest.mark.parametrize("name", MIXING)
 def test_what_mixes_layers_is_refused_before_anything_is_compiled(name):
     make, why = MIXING[name]
@@ -214,6 +216,7 @@ def test_masters_have_the_bits_of_float32_parameters(state_dtype):
     assert_equal(found, jax.tree.map(rounded, masters))
 
 
+@pytest.mark.claim("masters-lose-nothing")
 def test_a_weight_and_its_remainder_are_the_master_bit_for_bit():
     bits = np.random.default_rng(0).integers(0, 2**32, 100_000, dtype=np.uint32)
     edges = np.array([0, 1, 0x8000, 0x7FFF, 0xFFFF8000, 0x00018000, 0x7F7FFFFF, 0x7F800000, 0xFF800000], np.uint32)
@@ -229,6 +232,7 @@ def test_a_weight_and_its_remainder_are_the_master_bit_for_bit():
 # ----------------------------------------------------------------------------------------------------------- sharding
 
 
+@pytest.mark.claim("host-state-is-sharded")
 @pytest.mark.parametrize("kind", [AxisType.Auto, AxisType.Explicit], ids=str)
 def test_state_is_sharded_as_parameters_are_and_blocks_are_parts_of_shards(kind):
     mesh = jax.make_mesh((4, 2), ("fsdp", "tensor"), axis_types=(kind,) * 2)

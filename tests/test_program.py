@@ -662,6 +662,7 @@ def test_the_hosts_need_of_a_whole_program_is_no_less_than_xla_plans(gpu):
     assert planned > 0
 
 
+@pytest.mark.claim("host-state-streams")
 def test_an_optimizers_state_comes_and_goes_at_once(gpu):
     """In each loop, blocks come and go by DMA, in range. Nothing is copied from the host to the host, or computed
     there; kernels read the first block that comes, and write the last that goes, which are outside of the loops."""

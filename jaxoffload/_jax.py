@@ -121,7 +121,7 @@ MOVES = RESHAPES | {"name", "sharding_constraint", BARRIER, "copy", "convert_ele
 # What computes.
 # An element of the results is computed from the elements of the operands at the same place, or from scalars.
 ELEMENTWISE = {"abs", "add", "and", "bitcast_convert_type", "cbrt", "ceil", "clamp", "convert_element_type", "copy"}
-ELEMENTWISE |= {"copy_p", "cos", "cosh", "div", "eq", "erf", "erf_inv", "erfc", "exp", "exp2", "expm1", "floor", "ge"}
+ELEMENTWISE |= {"cos", "cosh", "div", "eq", "erf", "erf_inv", "erfc", "exp", "exp2", "expm1", "floor", "ge"}
 ELEMENTWISE |= {"gt", "integer_pow", "is_finite", "le", "log", "log1p", "logistic", "lt", "max", "min", "mul", "ne"}
 ELEMENTWISE |= {"neg", "nextafter", "not", "or", "pow", "reduce_precision", "rem", "round", "rsqrt", "select_n"}
 ELEMENTWISE |= {"shift_left", "shift_right_arithmetic", "shift_right_logical", "sign", "sin", "sinh", "sqrt", "square"}

@@ -170,14 +170,13 @@ class HostOptimizer:
 
     def updated(self, gradients: Any, params: Any, state: HostState) -> tuple[Any, HostState]:
         """Return what `apply` does, from arrays that are all on the device: what it is to be equal to."""
-        from optax import apply_updates  # an extra
-
         weights = self._weights(params, state.remainders)
         if self.masters:
             gradients = jax.tree.map(lambda g, w: g.astype(w.dtype), gradients, weights)
         seen = jax.eval_shape(self.tx.init, weights)
         updates, inner = self.tx.update(gradients, _cast(state.inner, seen), weights)
-        weights, inner = apply_updates(weights, updates), _cast(inner, state.inner)
+        weights = jax.tree.map(lambda x, u: (x + u).astype(x.dtype), weights, updates)  # as `optax.apply_updates`
+        inner = _cast(inner, state.inner)
         if not self.masters:
             return weights, HostState(inner, None)
         part = lambda k: jax.tree.map(

@@ -44,7 +44,6 @@ SIZES: dict[str, Any] = {
     "d_expert": 14336,
     "grouped": "mosaic",
     "capacity": 0.0,  # rows per expert device, as a multiple of an even share; 0: all
-    "exchange": "padded",
     "fsdp": 1,  # GPUs that split batch and weights
     "expert": 1,  # GPUs that split batch and experts
 }
@@ -86,7 +85,7 @@ def shape_of(options: argparse.Namespace) -> dict[str, Any]:
 
 def model_of(case: Case, options: argparse.Namespace) -> Model:
     keys = ("layers", "d_model", "kv_heads", "head_dim", "qk_norm", "attention")
-    keys += ("experts", "experts_per_token", "d_expert", "grouped", "capacity", "exchange")
+    keys += ("experts", "experts_per_token", "d_expert", "grouped", "capacity")
     fields = {key: getattr(options, key) or None for key in keys} | {"d_ff": options.d_model * 7 // 2}
     heads = options.heads or options.d_model // options.head_dim
     return Model(**fields | {"qk_norm": options.qk_norm, "heads": heads} | case.fields)

@@ -28,7 +28,7 @@ FORMAT = 2  # 0.1 wrote none
 # With another of these, the state would not fit the model, or the position would mean other batches.
 _FIXED = ("data.text_field", "data.valid_fraction", "train.batch_size", "train.seq_len", "train.seed")
 # All others in `model` are fixed, too.
-_FREE = ("attention", "dtype", "grouped", "quantize", "exchange", "capacity", "aux_loss", "z_loss")
+_FREE = ("attention", "dtype", "grouped", "quantize", "capacity", "aux_loss", "z_loss")
 
 
 @contextlib.contextmanager

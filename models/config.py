@@ -52,7 +52,6 @@ class Model:
     balance_rate: float = 0.0  # step size of each expert's router bias, which balances without a loss
     grouped: Literal["auto", "te", "mosaic", "ragged"] = "auto"  # backend of jaxoffload.grouped.grouped_matmul
     quantize: Literal["fp8"] | None = None  # the experts' grouped GEMMs, with a scale per expert
-    exchange: Literal["padded", "ragged"] = "padded"  # sent to the experts' devices: buffers, or only rows (GPUs)
     capacity: float | None = None  # most rows sent to one device, in even shares; others are dropped
     rope_theta: float = 10000.0  # base of RoPE's wavelengths
     # Llama 3.1's [factor, low_freq_factor, high_freq_factor, original length]: frequencies that turn less often than
@@ -341,23 +340,18 @@ def _experts(config: Config) -> Iterator[str]:
         yield f"model.experts_per_token = {model.experts_per_token}: must be at most model.experts = {model.experts}"
     if model.dense_layers >= model.layers:
         yield f"model.dense_layers = {model.dense_layers}: must be below model.layers = {model.layers}"
-    for name in ("capacity", "exchange"):
-        if (value := getattr(model, name)) != getattr(Model, name) and mesh.expert == 1:
-            yield f"model.{name} = {value!r}: must not be given where mesh.expert = 1; no rows are sent"
+    if model.capacity is not None and mesh.expert == 1:
+        yield f"model.capacity = {model.capacity}: must not be given where mesh.expert = 1; no rows are sent"
 
 
 def _batches(config: Config) -> Iterator[str]:
-    model, mesh, train = config.model, config.mesh, config.train
+    mesh, train = config.mesh, config.train
     if train.loss_chunk is not None:
         yield from _divides(config, "train.loss_chunk", "train.seq_len")
     parts = train.grad_accumulation * mesh.data * mesh.fsdp * mesh.expert
     if train.batch_size % parts:
         factors = "train.grad_accumulation * mesh.data * mesh.fsdp * mesh.expert"
         yield f"train.batch_size = {train.batch_size}: must be a multiple of {factors} = {parts}"
-    rows = train.batch_size * train.seq_len * (model.experts_per_token if model.experts else 1) // parts
-    if rows >= 2**31:  # XLA counts in int32
-        product = "train.batch_size * train.seq_len * model.experts_per_token / train.grad_accumulation"
-        yield f"{product} = {rows} on each device of the batch: must be below 2**31"
     if train.warmup >= train.steps:
         yield f"train.warmup_steps = {train.warmup}: must be below train.steps = {train.steps}"
 

@@ -17,7 +17,6 @@ grouped GEMMs, because each has a decision of its own; the halves of one result 
 import functools
 import math
 from collections.abc import Mapping
-from fractions import Fraction
 from typing import Any, NamedTuple
 
 import jax
@@ -126,12 +125,12 @@ def _apply_remote_experts(
     """As `_apply_experts`, but on the devices that have the experts; return the number of dropped rows, too."""
     R = len(rows_RxD)
     room = capacity_rows(R, lax.axis_size("expert"), config.capacity)
-    exchange, dropped = make_exchange(sizes_E, R, room, ALIGN[config.quantize], config.exchange == "ragged")
+    exchange, dropped = make_exchange(sizes_E, R, room, ALIGN[config.quantize])
     there_SxD, weight_Sx1 = (to_experts(x, exchange) for x in (rows_RxD, weight_Rx1))
     # A leaf of fc1_input, so that it is kept if the rows are; otherwise it is sent again in the backward pass.
     weight_Sx1 = tag({"weight": weight_Sx1}, "fc1_input")["weight"]
     computed_SxD = _apply_experts(config, there_SxD, weight_Sx1, exchange.sizes_L, weights, full=False)
-    return from_experts(computed_SxD, exchange, R), dropped
+    return from_experts(computed_SxD, exchange), dropped
 
 
 def first_leaves(activation: str) -> tuple[str, ...]:
@@ -276,15 +275,13 @@ class Exchange(NamedTuple):
     another, all R in the worst case, or fewer with a capacity. A row has four places, one after the other:
 
     - one of R: sorted by expert, on the device that it comes from;
-    - one of P * C: in the buffer that is sent, C places for each device. A ragged exchange sends from R places;
+    - one of P * C: in the buffer that is sent, C places for each device;
     - one of P * C: in the buffer that arrives;
     - one of S: sorted by the experts of the device that it arrives at. S is P * C, or more where groups are aligned.
     """
 
-    sent_PC: jax.Array | None  # place in the sent buffer -> row; R if empty. None: rows are sent as sorted
-    slot_R: jax.Array | None  # row -> place in the sent buffer; the size of the buffer if dropped
-    # Ragged only, for each device: the first row sent to it, their number; the number received from it, their first.
-    ragged_4xP: jax.Array | None
+    sent_PC: jax.Array  # place in the sent buffer -> row; R if empty
+    slot_R: jax.Array  # row -> place in the sent buffer; the size of the buffer if dropped
     sorted_S: jax.Array  # place by expert -> place in the arrived buffer; P * C if empty
     arrived_PC: jax.Array  # the inverse; S if empty
     sizes_L: jax.Array  # rows of each expert here, aligned
@@ -292,47 +289,34 @@ class Exchange(NamedTuple):
 
 def capacity_rows(rows: int, parts: int, capacity: float | None) -> int:
     """Return C, the most rows that one device sends to another; `capacity` is in multiples of an even share."""
-    if capacity is None or capacity >= parts:
-        return rows
-    return math.ceil(Fraction(str(capacity)) * rows / parts)  # in floats the product is rounded, perhaps to a row more
+    return rows if capacity is None or capacity >= parts else math.ceil(capacity * rows / parts)
 
 
-def make_exchange(
-    sizes_E: jax.Array, rows: int, room: int, align: int = 1, ragged: bool = False
-) -> tuple[Exchange, jax.Array]:
+def make_exchange(sizes_E: jax.Array, rows: int, room: int, align: int = 1) -> tuple[Exchange, jax.Array]:
     """Return the exchange of R `rows` sorted by expert, tagged `routing` in the caller's scope, and the number dropped.
 
     Expert e has sizes_E[e] rows. At most C, `room`, go to one device; of more, each of its experts keeps the same
-    share. Where they arrive, those of an expert are padded to a multiple of `align`. `ragged`: only rows are sent, not
-    whole buffers.
+    share. Where they arrive, those of an expert are padded to a multiple of `align`.
     """
     parts = lax.axis_size("expert")
-    sizes_PxL, first_PxL = (x_E.reshape(parts, -1) for x_E in (sizes_E, starts(sizes_E)))
+    sizes_PxL = sizes_E.reshape(parts, -1)
     kept_PxL = _kept_sizes(sizes_PxL, room)
-    first_P, sent_P = first_PxL[:, 0], _total(kept_PxL, axis=1)
+    place_E, first_E, kept_E = _places(kept_PxL, room).reshape(-1), starts(sizes_E), kept_PxL.reshape(-1)
+    sent_PC = lookup(place_E, first_E, kept_E, parts * room, missing=rows)
+    slot_R = lookup(first_E, place_E, kept_E, rows, missing=parts * room)
     arrived_PxL = lax.all_to_all(kept_PxL, "expert", 0, 0)  # from each device, for each expert here
-    sorted_S, arrived_PC, sizes_L = _by_expert(arrived_PxL, room, align)
-    sent_PC = slot_R = ragged_4xP = None
-    if ragged:
-        there_P = lax.all_to_all(first_P, "expert", 0, 0)
-        ragged_4xP = jnp.stack([first_P, sent_P, _total(arrived_PxL, axis=1), there_P])
-    if not ragged or room < rows:
-        begin_P, places = (first_P, rows) if ragged else (_buffers(parts, room), parts * room)
-        place_PxL = begin_P[:, None] + jnp.cumsum(kept_PxL, axis=1) - kept_PxL
-        place_E, first_E, kept_E = (x_PxL.reshape(-1) for x_PxL in (place_PxL, first_PxL, kept_PxL))
-        sent_PC = lookup(place_E, first_E, kept_E, places, rows)
-        slot_R = lookup(first_E, place_E, kept_E, rows, places)
-    exchange = Exchange(sent_PC, slot_R, ragged_4xP, sorted_S, arrived_PC, sizes_L)
-    return tag(exchange, "routing"), _total(sizes_E) - _total(sent_P)
+    exchange = Exchange(sent_PC, slot_R, *_by_expert(arrived_PxL, room, align))
+    return tag(exchange, "routing"), _total(sizes_E) - _total(kept_PxL)
 
 
 # Without a dtype, a sum of int32 would be int64 under jax_enable_x64.
 _total = functools.partial(jnp.sum, dtype=jnp.int32)
 
 
-def _buffers(parts: int, room: int) -> jax.Array:
-    """Return (P,): where each device's part of a buffer begins."""
-    return room * jnp.arange(parts, dtype=jnp.int32)
+def _places(sizes_PxL: jax.Array, room: int) -> jax.Array:
+    """Return (P, L): where in a buffer with `room` for each device the rows of each expert begin."""
+    first_P = room * jnp.arange(len(sizes_PxL), dtype=jnp.int32)
+    return first_P[:, None] + jnp.cumsum(sizes_PxL, axis=1) - sizes_PxL
 
 
 def _by_expert(arrived_PxL: jax.Array, room: int, align: int) -> tuple[jax.Array, jax.Array, jax.Array]:
@@ -342,7 +326,7 @@ def _by_expert(arrived_PxL: jax.Array, room: int, align: int) -> tuple[jax.Array
     order of experts.
     """
     size = len(arrived_PxL) * room
-    begin_PxL = _buffers(len(arrived_PxL), room)[:, None] + jnp.cumsum(arrived_PxL, axis=1) - arrived_PxL
+    begin_PxL = _places(arrived_PxL, room)
     sizes_L = aligned(_total(arrived_PxL, axis=0), align)
     target_PxL = starts(sizes_L)[None] + jnp.cumsum(arrived_PxL, axis=0) - arrived_PxL
     by_expert = [x_PxL.T.reshape(-1) for x_PxL in (target_PxL, begin_PxL, arrived_PxL)]
@@ -364,36 +348,17 @@ def _kept_sizes(sizes_PxL: jax.Array, room: int) -> jax.Array:
 
 def to_experts(rows_RxD: jax.Array, exchange: Exchange) -> jax.Array:
     """Return (S, D): the rows of all devices for the experts here, sorted by expert; all other places are zero."""
-    if exchange.sent_PC is not None:
-        rows_RxD = moved(rows_RxD, exchange.sent_PC, exchange.slot_R)
-    if exchange.ragged_4xP is None:
-        buffer = _all_to_all(rows_RxD)
-    else:
-        first_P, sent_P, received_P, _ = exchange.ragged_4xP
-        size = len(exchange.arrived_PC)
-        place_P = jnp.full_like(first_P, size // len(first_P) * lax.axis_index("expert"))
-        buffer = _ragged_all_to_all(rows_RxD, size, first_P, sent_P, place_P, received_P)
+    buffer = _all_to_all(moved(rows_RxD, exchange.sent_PC, exchange.slot_R))
     return moved(buffer, exchange.sorted_S, exchange.arrived_PC)
 
 
-def from_experts(rows_SxD: jax.Array, exchange: Exchange, rows: int) -> jax.Array:
-    """Return (R, D), R being `rows`: each row back on the device that it came from; zeros for dropped rows."""
-    buffer = moved(rows_SxD, exchange.arrived_PC, exchange.sorted_S)
-    if exchange.ragged_4xP is None:
-        back = _all_to_all(buffer)
-    else:
-        _, sent_P, received_P, there_P = exchange.ragged_4xP
-        place_P = _buffers(len(sent_P), len(buffer) // len(sent_P))
-        back = _ragged_all_to_all(buffer, rows, place_P, received_P, there_P, sent_P)
-    return back if exchange.sent_PC is None else moved(back, exchange.slot_R, exchange.sent_PC)
+def from_experts(rows_SxD: jax.Array, exchange: Exchange) -> jax.Array:
+    """Return (R, D): each row back on the device that it came from; zeros for dropped rows."""
+    buffer = _all_to_all(moved(rows_SxD, exchange.arrived_PC, exchange.sorted_S))
+    return moved(buffer, exchange.slot_R, exchange.sent_PC)
 
 
 def _all_to_all(buffer_PCxD: jax.Array) -> jax.Array:
     """Send part p of each device's buffer to device p, where it becomes the part with the sender's index."""
     parts = buffer_PCxD.reshape(lax.axis_size("expert"), -1, buffer_PCxD.shape[1])
     return lax.all_to_all(parts, "expert", 0, 0).reshape(buffer_PCxD.shape)
-
-
-def _ragged_all_to_all(x: jax.Array, size: int, *moves_P: jax.Array) -> jax.Array:
-    """`moves_P`: for each device, the first row sent to it, their number, their place there; the number received."""
-    return lax.ragged_all_to_all(x, jnp.zeros((size, x.shape[1]), x.dtype), *moves_P, axis_name="expert")

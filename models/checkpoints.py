@@ -18,7 +18,7 @@ import numpy as np
 import orbax.checkpoint as ocp
 from jax.sharding import NamedSharding, PartitionSpec
 
-from models.config import Config, ConfigError, flat
+from models.config import Config, ConfigError, flat, nearest
 from models.data import Source
 from models.sharding import batch_sharding
 from models.step import Program, State, shardings_of
@@ -27,8 +27,8 @@ FORMAT = 2  # 0.1 wrote none
 
 # With another of these, the state would not fit the model, or the position would mean other batches.
 _FIXED = ("data.text_field", "data.valid_fraction", "train.batch_size", "train.seq_len", "train.seed")
-# All others in `model` are fixed, too.
-_FREE = ("attention", "dtype", "grouped", "quantize", "capacity", "aux_loss", "z_loss")
+# All others in `model` are fixed, too. The weights mean the same with another of these.
+FREE = ("attention", "dtype", "grouped", "quantize", "capacity", "aux_loss", "z_loss")
 
 
 @contextlib.contextmanager
@@ -80,14 +80,26 @@ def resume(manager: ocp.CheckpointManager, config: Config, made: Program, source
 
 
 def restore(manager: ocp.CheckpointManager, step: int, wanted: dict[str, Any]) -> dict[str, Any]:
-    """Return these parts of a checkpoint, sharded as in `wanted`. Raise ConfigError if they are damaged."""
+    """Return these parts of a checkpoint, sharded as in `wanted`.
+
+    Raises:
+      ConfigError: they are damaged, or have other names.
+    """
     written = _read_origin(manager, step)["sums"]
+    there, here = {path for path in written if path.split("/")[0] in wanted}, set(paths_of(wanted))
+    lost, new = sorted(there - here), sorted(here - there)
+    lines = [f"{path}: the checkpoint has it, the program does not{nearest(path, new)}" for path in lost]
+    lines += [f"{path}: the program has it, the checkpoint does not{nearest(path, lost)}" for path in new]
+    if lines:
+        lines = [line for line in lines if line.startswith("params/")] or lines  # the optimizer's follow from these
+        last = f"{manager.directory / str(step)} is of another program; name all as there, or give another train.out"
+        raise ConfigError(*lines, last)
     how = ocp.checkpoint_utils.construct_restore_args(wanted)
     args = ocp.args.PyTreeRestore(item=wanted, restore_args=how, partial_restore=True)
     try:
         tree = manager.restore(step, args=ocp.args.Composite(state=args)).state
     except Exception as error:  # orbax and tensorstore raise many classes
-        raise _unusable(manager, step, f"cannot be read ({error})") from error
+        raise _unusable(manager, step, f"cannot be read by this program ({error})") from error
     if changed := [path for path, found in sums(tree).items() if found != written.get(path)]:
         raise _unusable(manager, step, f"is damaged: {changed[0]} is not what was written")
     return tree
@@ -100,7 +112,7 @@ def refuse_changes(manager: ocp.CheckpointManager, step: int, config: Config, so
     wrong = []
     for key, value in flat(config).items():
         section, _, name = key.partition(".")
-        is_fixed = name not in _FREE if section == "model" else source is not None and key in _FIXED
+        is_fixed = name not in FREE if section == "model" else source is not None and key in _FIXED
         is_fixed |= key == "train.virtual_stages"  # whose groups of layers are stored
         if is_fixed and value != before[key]:
             wrong.append(f"{key} = {value!r}: it was {before[key]!r}")
@@ -116,7 +128,7 @@ def _read_origin(manager: ocp.CheckpointManager, step: int) -> dict[str, Any]:
     try:
         about = dict(manager.restore(step, args=ocp.args.Composite(origin=ocp.args.JsonRestore())).origin)
     except Exception as error:
-        raise _unusable(manager, step, f"cannot be read ({error})") from error
+        raise _unusable(manager, step, f"cannot be read by this program ({error})") from error
     if about.get("format") != FORMAT:
         raise _unusable(manager, step, "was written by another version, which can continue it")
     if about.pop("crc32", None) != _crc32(about) or about["step"] != step:
@@ -136,11 +148,15 @@ def _crc32(about: dict[str, Any]) -> int:
 
 def sums(tree: Any) -> dict[str, int]:
     """Return a checksum of each array, by its path."""
-    leaves = jax.tree_util.tree_leaves_with_path(tree)
-    everywhere = NamedSharding(leaves[0][1].sharding.mesh, PartitionSpec())
-    found = jax.jit(_sums, out_shardings=everywhere)([leaf for _, leaf in leaves])
-    paths = [jax.tree_util.keystr(path, simple=True, separator="/") for path, _ in leaves]
-    return dict(zip(paths, np.asarray(found).tolist(), strict=True))
+    leaves = jax.tree.leaves(tree)
+    everywhere = NamedSharding(leaves[0].sharding.mesh, PartitionSpec())
+    found = jax.jit(_sums, out_shardings=everywhere)(leaves)
+    return dict(zip(paths_of(tree), np.asarray(found).tolist(), strict=True))
+
+
+def paths_of(tree: Any) -> list[str]:
+    paths = [path for path, _ in jax.tree_util.tree_leaves_with_path(tree)]
+    return [jax.tree_util.keystr(path, simple=True, separator="/") for path in paths]
 
 
 def _sums(arrays: list[jax.Array]) -> jax.Array:

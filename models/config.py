@@ -27,18 +27,9 @@ class ConfigError(UserError, ValueError):
 
 
 @dataclass(frozen=True)
-class Model:
-    """A Llama-style decoder; with experts, a mixture of them in place of the MLP."""
+class Experts:
+    """The fields of a model that only a mixture of experts has; dense models refuse them."""
 
-    vocab_size: int = 320  # more than the greatest token: 257 or more if the tokens are bytes
-    layers: int = 4
-    d_model: int = 192  # width of the residual stream
-    heads: int = 6  # query heads
-    kv_heads: int = 2  # key and value heads, each shared by heads / kv_heads query heads
-    head_dim: int | None = None  # None: d_model / heads
-    qk_norm: bool = False  # RMSNorm of each query and key head, before RoPE
-    d_ff: int = 512  # width of the MLP's gate, up and activation
-    activation: Literal["swiglu", "geglu", "relu2"] = "swiglu"  # of the MLP and of experts; relu2 has no gate
     experts: int = 0  # per layer; 0: dense
     experts_per_token: int = 2
     d_expert: int = 512  # width of each expert's gate, up and activation
@@ -53,6 +44,21 @@ class Model:
     grouped: Literal["auto", "te", "mosaic", "ragged"] = "auto"  # backend of jaxoffload.grouped.grouped_matmul
     quantize: Literal["fp8"] | None = None  # the experts' grouped GEMMs, with a scale per expert
     capacity: float | None = None  # most rows sent to one device, in even shares; others are dropped
+
+
+@dataclass(frozen=True)
+class Model(Experts):
+    """A Llama-style decoder; with experts, a mixture of them in place of the MLP."""
+
+    vocab_size: int = 320  # more than the greatest token: 257 or more if the tokens are bytes
+    layers: int = 4
+    d_model: int = 192  # width of the residual stream
+    heads: int = 6  # query heads
+    kv_heads: int = 2  # key and value heads, each shared by heads / kv_heads query heads
+    head_dim: int | None = None  # None: d_model / heads
+    qk_norm: bool = False  # RMSNorm of each query and key head, before RoPE
+    d_ff: int = 512  # width of the MLP's gate, up and activation
+    activation: Literal["swiglu", "geglu", "relu2"] = "swiglu"  # of the MLP and of experts; relu2 has no gate
     rope_theta: float = 10000.0  # base of RoPE's wavelengths
     # Llama 3.1's [factor, low_freq_factor, high_freq_factor, original length]: frequencies that turn less often than
     # low_freq_factor in the original length are divided by factor; those that turn more than high_freq_factor stay.
@@ -188,7 +194,9 @@ def load(path: str | Path, overrides: Sequence[str] = ()) -> Config:
     try:
         tree = OmegaConf.to_container(OmegaConf.load(path), resolve=True)
     except FileNotFoundError:
-        raise ConfigError(f"{path}: no such file{_nearest(str(path), map(str, path.parent.glob('*.yaml')))}") from None
+        raise ConfigError(
+            f"{path}: no such file{_allowed_names(str(path), map(str, path.parent.glob('*.yaml')))}"
+        ) from None
     except (OSError, ValueError, yaml.YAMLError, OmegaConfBaseException) as error:
         raise ConfigError(f"{path}: {_one_line(error)}") from error
     if not isinstance(tree, dict):
@@ -199,7 +207,7 @@ def load(path: str | Path, overrides: Sequence[str] = ()) -> Config:
     sections = {}
     for name, value in tree.items():
         if name not in _SECTIONS:
-            problems.append(f"{name} = {value!r}: no such section{_nearest(name, _SECTIONS)}")
+            problems.append(f"{name} = {value!r}: no such section{_allowed_names(name, _SECTIONS)}")
         elif not isinstance(value, dict | None):
             problems.append(f"{name} = {value!r}: must be a mapping of keys to values")
         else:
@@ -255,7 +263,7 @@ def _section(name: str, tree: dict[str, Any], problems: list[str]) -> Any:
 def _remat(name: str, tree: dict[str, Any], problems: list[str]) -> Remat:
     names = [each.name for each in dataclasses.fields(Remat)]
     for key in tree.keys() - names:
-        problems.append(f"{name}.{key} = {tree.pop(key)!r}: no such key{_nearest(key, names)}")
+        problems.append(f"{name}.{key} = {tree.pop(key)!r}: no such key{_allowed_names(key, names)}")
     try:
         return Remat(**tree)
     except PolicyError as error:
@@ -267,9 +275,14 @@ def _one_line(error: Exception) -> str:
     return " ".join(str(error).split())
 
 
-def _nearest(name: object, names: Iterable[str]) -> str:
-    near = difflib.get_close_matches(str(name), names := list(names), 1)
-    return f"; the nearest is {near[0]}" if near else f"; there are {', '.join(names)}"
+def nearest(name: object, names: Iterable[str]) -> str:
+    """Return how a message ends that names the nearest name; nothing if none is near."""
+    near = difflib.get_close_matches(str(name), names, 1)
+    return f"; the nearest is {near[0]}" if near else ""
+
+
+def _allowed_names(name: object, names: Iterable[str]) -> str:
+    return nearest(name, names := list(names)) or f"; there are {', '.join(names)}"
 
 
 # ---- ranges, and what must hold between keys ----
@@ -327,10 +340,9 @@ def _shapes(config: Config) -> Iterator[str]:
 def _experts(config: Config) -> Iterator[str]:
     model, mesh = config.model, config.mesh
     if not model.experts:
-        names = [each.name for each in dataclasses.fields(Model)]
-        for name in names[names.index("experts_per_token") : names.index("rope_theta")]:  # the fields about experts
-            if (value := getattr(model, name)) != getattr(Model, name):
-                yield f"model.{name} = {value!r}: must not be given where model.experts = 0; the layers are dense"
+        for each in dataclasses.fields(Experts):
+            if (value := getattr(model, each.name)) != each.default:
+                yield f"model.{each.name} = {value!r}: must not be given where model.experts = 0; the layers are dense"
         if mesh.expert > 1:
             yield f"mesh.expert = {mesh.expert}: must be 1 where model.experts = 0; the layers are dense"
         return

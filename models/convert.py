@@ -22,7 +22,7 @@ import math
 import shutil
 import sys
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import replace
+from dataclasses import fields, replace
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -228,9 +228,11 @@ def check_model(theirs: Mapping[str, Any], config: Config) -> None:
     """Raise ConfigError unless the config's model is the one in `theirs`, a config.json."""
     model, scaling = config.model, config.model.rope_scaling
     ours = vars(model) | {"head_dim": model.d_head, "rope_scaling": scaling and [*scaling]}
+    # What a family does not say has its default. Without dense layers d_ff means nothing.
+    others = {each.name: each.default for each in fields(Model) if each.name not in {*checkpoints.FREE, "d_ff"}}
     wrong = [
         f"model.{key} = {ours[key]!r}: must be {must!r} in {theirs['model_type']}'s config.json"
-        for key, must in read_model(theirs).items()
+        for key, must in (others | read_model(theirs)).items()
         if ours[key] != must
     ]
     window = theirs.get("use_sliding_window", True) and theirs.get("sliding_window")
@@ -293,6 +295,8 @@ def tensors_of(params: nnx.State, model: Model, kind: str) -> dict[str, Tensors]
         if path in _ONCE:
             found[path] = {(): f"{_ONCE[path]}.weight"}, 0
             continue
+        if rest not in _IN_LAYER:
+            raise ConfigError(f"params/{path}: none of {kind}'s tensors is known for it; must be in convert._IN_LAYER")
         name, inputs = _IN_LAYER[rest]
         first = model.dense_layers if model.experts and group == "layers" else 0
         full = lambda at, name=name, first=first: name.format(expert=at[-1], **FAMILIES[kind]._asdict())

@@ -13,7 +13,7 @@ import sys
 import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import asdict, astuple, replace
+from dataclasses import asdict, astuple
 from pathlib import Path
 from typing import Any
 
@@ -25,7 +25,7 @@ from jax.sharding import Mesh
 from tqdm import tqdm
 
 import jaxoffload
-from jaxoffload import Policy, UserError, proof
+from jaxoffload import UserError, proof
 from models import budget, checkpoints, data, metrics
 from models.config import Config, ConfigError, Distributed, Model, flat, load
 from models.metrics import say
@@ -113,8 +113,9 @@ def train(config: Config) -> int:
     if config.model.attention != "xla" and jax.default_backend() != "gpu":
         raise ConfigError(f"model.attention = {config.model.attention!r}: needs NVIDIA GPUs; must be xla here")
     check_same({**flat(config), "distributed.process_id": None}, "the config")
-    config = planned_once(config, mesh)
+    config = with_plan(config, mesh)
     source = data.open_data(config, *process_block(batch_sharding(mesh), (config.train.batch_size, 1)))
+    check_same(source.fingerprint, "what is found at data.path, or data.tokenizer,")
     made = program(config, mesh, source.end)
     say(budget.summary(config, made))
     with checkpoints.open_manager(out) as manager:
@@ -132,23 +133,13 @@ def train(config: Config) -> int:
         return loop(config, made, compiled, source, manager, state)
 
 
-def planned_once(config: Config, mesh: Mesh) -> Config:
-    """Return the config with the policy planned for `remat.budget`, if any. The plan stays when the run continues."""
-    file, asked = Path(config.train.out) / "plan.json", json.loads(json.dumps(asdict(config.remat)))
-    if config.remat.budget is None:
-        return config
-    if file.exists() and (before := json.loads(file.read_text()))["asked"] == asked:
-        say(f"remat.budget = {config.remat.budget!r}: the plan of {file} stays; remove it to plan anew")
-        policy = asdict(Policy(**before["policy"]))
-        return replace(config, remat=replace(config.remat, **policy))
-    chosen, plan = budget.planned(config, mesh)
-    policy = asdict(plan.policy)
-    check_same(policy, "the plan; give remat.budget a size, and remat.machine a file that all can read: it")
-    say(str(plan))
-    if jax.process_index() == 0:
-        file.parent.mkdir(parents=True, exist_ok=True)
-        file.write_text(json.dumps({"asked": asked, "policy": policy}))
-    return chosen
+def with_plan(config: Config, mesh: Mesh) -> Config:
+    """As `budget.planned`, of which all processes must make one plan; print it."""
+    config, plan = budget.planned(config, mesh)
+    if plan is not None:
+        check_same(asdict(plan.policy), "the plan; give remat.budget a size, and remat.machine a file for all: it")
+        say(str(plan))
+    return config
 
 
 def check_same(values: Any, what: str) -> None:
@@ -232,7 +223,7 @@ def loop(
     if step < train.steps:
         say(f"stopped by SIGTERM; step {step} of {train.steps} is saved, and the same command continues")
         return 128 + signal.SIGTERM
-    say(f"finished; the baseline of a model without context is {source.unigram:.3f}")
+    say("finished")
     return 0
 
 

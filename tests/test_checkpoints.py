@@ -13,10 +13,11 @@ from pathlib import Path
 import jax
 import jax.numpy as jnp
 import numpy as np
+import optax
 import pytest
 from common import ROOT, finish, inherited_flags, start
 
-from models import checkpoints
+from models import checkpoints, transformer
 from models.config import Config, ConfigError, Data, Mesh, Model, Train
 from models.data import open_data
 from models.sharding import make_mesh
@@ -195,6 +196,26 @@ def test_what_a_kill_left_is_removed(written, config, tmp_path):
     (partial / "_CHECKPOINT_METADATA").unlink(missing_ok=True)
     assert int(resumed(out, config)[0].step) == 4
     assert not partial.exists()
+
+
+class Renamed(transformer.MLP):
+    def __init__(self, config, rngs):
+        super().__init__(config, rngs)
+        self.pre_norm = self.norm
+        del self.norm
+
+
+@pytest.mark.claim("refuses-to")
+def test_a_renamed_parameter_and_another_optimizer_are_named(written, config, monkeypatch):
+    with monkeypatch.context() as fork:
+        fork.setattr(transformer, "MLP", Renamed)
+        lost, new, last = refused(written, config).splitlines()
+    theirs, ours = (f"params/layers/mlp/{name}/scale_D/value" for name in ("norm", "pre_norm"))
+    assert lost == f"{theirs}: the checkpoint has it, the program does not; the nearest is {ours}"
+    assert new == f"{ours}: the program has it, the checkpoint does not; the nearest is {theirs}"
+    assert str(written / "checkpoints/4") in last
+    monkeypatch.setattr("models.step.adamw", lambda train: optax.sgd(0.1))
+    assert "optimizer/1/0/count: the checkpoint has it, the program does not" in refused(written, config)
 
 
 @pytest.mark.claim("refuses-to")

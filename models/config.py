@@ -40,7 +40,6 @@ class Experts:
     route_scale: float = 1.0  # then multiplied by this
     aux_loss: float = 0.0  # weight of the load-balancing loss
     z_loss: float = 0.0  # weight of the mean of logsumexp(router logits)^2
-    balance_rate: float = 0.0  # step size of each expert's router bias, which balances without a loss
     grouped: Literal["auto", "te", "mosaic", "ragged"] = "auto"  # backend of jaxoffload.grouped.grouped_matmul
     quantize: Literal["fp8"] | None = None  # the experts' grouped GEMMs, with a scale per expert
     capacity: float | None = None  # most rows sent to one device, in even shares; others are dropped
@@ -58,7 +57,7 @@ class Model(Experts):
     head_dim: int | None = None  # None: d_model / heads
     qk_norm: bool = False  # RMSNorm of each query and key head, before RoPE
     d_ff: int = 512  # width of the MLP's gate, up and activation
-    activation: Literal["swiglu", "geglu", "relu2"] = "swiglu"  # of the MLP and of experts; relu2 has no gate
+    activation: Literal["swiglu", "geglu"] = "swiglu"  # of the MLP and of experts
     rope_theta: float = 10000.0  # base of RoPE's wavelengths
     # Llama 3.1's [factor, low_freq_factor, high_freq_factor, original length]: frequencies that turn less often than
     # low_freq_factor in the original length are divided by factor; those that turn more than high_freq_factor stay.
@@ -291,8 +290,8 @@ def _allowed_names(name: object, names: Iterable[str]) -> str:
 # These may be zero; every other number is above zero.
 _MAY_BE_ZERO = {
     *("model.experts", "model.shared_experts", "model.dense_layers", "model.aux_loss", "model.z_loss"),
-    *("model.balance_rate", "train.final_learning_rate_fraction", "train.warmup_steps", "train.beta1", "train.beta2"),
-    *("train.weight_decay", "train.seed", "distributed.process_id"),
+    *("train.final_learning_rate_fraction", "train.warmup_steps", "train.beta1", "train.beta2", "train.weight_decay"),
+    *("train.seed", "distributed.process_id"),
 }
 _AT_MOST = {"train.final_learning_rate_fraction": 1.0, "data.valid_fraction": 0.5, "train.seed": 2**32 - 1}
 _AT_MOST |= {"train.beta1": 0.9999, "train.beta2": 0.9999}

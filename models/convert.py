@@ -48,7 +48,7 @@ _ALL = {  # the keys of config.json, and ours
 }
 _DENSE = _ALL | {"intermediate_size": "d_ff"}
 _EXPERTS = _ALL | {"num_experts_per_tok": "experts_per_token"}
-_ROUTER = {"router": "softmax", "shared_experts": 0, "route_scale": 1.0, "balance_rate": 0.0}
+_ROUTER = {"router": "softmax", "shared_experts": 0, "route_scale": 1.0}
 
 
 class Family(NamedTuple):

@@ -49,7 +49,7 @@ def experts(config: Model, x_BxSxD: jax.Array, weights: dict[str, jax.Array]) ->
     Args:
       config: the model's.
       x_BxSxD: the normalised tokens.
-      weights: router (D, E), and bias (E,) if there is one; gate and up (E, D, F) and down (E, F, D).
+      weights: router (D, E), gate and up (E, D, F), and down (E, F, D).
 
     Returns:
       (B, S, D), and the balance.
@@ -58,8 +58,7 @@ def experts(config: Model, x_BxSxD: jax.Array, weights: dict[str, jax.Array]) ->
     if mesh.empty:
         return _experts_on_device(config, {}, x_BxSxD, weights)
     stream, wide = RULES.spec("batch", "sequence", "residual"), RULES.spec("experts", None, "mlp")
-    specs = {name: wide if name in ("gate", "up") else PartitionSpec() for name in weights}
-    specs["down"] = RULES.spec("experts", "mlp", None)
+    specs = {"router": PartitionSpec(), "gate": wide, "up": wide, "down": RULES.spec("experts", "mlp", None)}
     on_device = functools.partial(_experts_on_device, config, dict(mesh.shape))
     out_specs = stream, Balance(*(PartitionSpec() for _ in Balance._fields))
     return on_each_device(on_device, (stream, specs), out_specs)(x_BxSxD, weights)
@@ -81,7 +80,7 @@ def _experts_on_device(
         scores_TxE = router_scores(logits_TxE, config.router)
         parts, align = sizes.get("expert", 1), ALIGN[config.quantize]
         # Aligned on the device that runs the grouped GEMMs: this one, or the one that the rows are sent to.
-        routing = choose(scores_TxE, weights.get("bias"), config.experts_per_token, align if parts == 1 else 1)
+        routing = choose(scores_TxE, config.experts_per_token, align if parts == 1 else 1)
         weight_Txk = row_weights(scores_TxE, routing, config.renormalize, config.route_scale)
         # A row is one token for one expert.
         weight_Rx1 = moved(weight_Txk.reshape(-1, 1), routing.order_R, routing.place_Tk)
@@ -112,9 +111,8 @@ def _apply_experts(
     """
     how: dict[str, Any] = {"backend": config.grouped, "quantize": config.quantize, "full": full}
     gemm = functools.partial(grouped_matmul, group_sizes=sizes_L, **how)
-    leaves = first_leaves(config.activation)
-    fc1 = gemm(rows_RxD, [weights[leaf] for leaf in leaves], name="fc1_input")
-    fc1 = tag(dict(zip(leaves, fc1, strict=True)), "fc1")
+    gate_RxF, up_RxF = gemm(rows_RxD, [weights["gate"], weights["up"]], name="fc1_input")
+    fc1 = tag({"gate": gate_RxF, "up": up_RxF}, "fc1")
     act_RxF = activate(fc1, config.activation).astype(jnp.float32) * weight_Rx1
     return tag(gemm(act_RxF.astype(rows_RxD.dtype), weights["down"], name="act"), "fc2")
 
@@ -123,8 +121,8 @@ def _apply_remote_experts(
     config: Model, rows_RxD: jax.Array, weight_Rx1: jax.Array, sizes_E: jax.Array, weights: dict[str, jax.Array]
 ) -> tuple[jax.Array, jax.Array]:
     """As `_apply_experts`, but on the devices that have the experts; return the number of dropped rows, too."""
-    R = len(rows_RxD)
-    room = capacity_rows(R, lax.axis_size("expert"), config.capacity)
+    R, parts = len(rows_RxD), lax.axis_size("expert")
+    room = R if config.capacity is None else min(R, math.ceil(config.capacity * R / parts))
     exchange, dropped = make_exchange(sizes_E, R, room, ALIGN[config.quantize])
     there_SxD, weight_Sx1 = (to_experts(x, exchange) for x in (rows_RxD, weight_Rx1))
     # A leaf of fc1_input, so that it is kept if the rows are; otherwise it is sent again in the backward pass.
@@ -133,15 +131,8 @@ def _apply_remote_experts(
     return from_experts(computed_SxD, exchange), dropped
 
 
-def first_leaves(activation: str) -> tuple[str, ...]:
-    """Return the leaves of fc1, of an expert or an MLP; each is the output of a matmul of its own."""
-    return ("up",) if activation == "relu2" else ("gate", "up")
-
-
 def activate(fc1: Mapping[str, jax.Array], activation: str) -> jax.Array:
-    """Return (..., F), the input of fc2: SwiGLU and GeGLU (Shazeer, 2020), or squared ReLU (So et al., 2021)."""
-    if activation == "relu2":
-        return jnp.square(jax.nn.relu(fc1["up"]))
+    """Return (..., F), the input of fc2: SwiGLU or GeGLU (Shazeer, 2020)."""
     function = jax.nn.silu if activation == "swiglu" else jax.nn.gelu
     return function(fc1["gate"]) * fc1["up"]
 
@@ -163,14 +154,13 @@ def router_scores(logits_TxE: jax.Array, kind: str) -> jax.Array:
     return jax.nn.softmax(logits_TxE, axis=-1) if kind == "softmax" else jax.nn.sigmoid(logits_TxE)
 
 
-def choose(scores_TxE: jax.Array, bias_E: jax.Array | None, k: int, align: int = 1) -> Routing:
-    """Return the k experts of each token with the greatest scores. `bias_E` is added for the choice only.
+def choose(scores_TxE: jax.Array, k: int, align: int = 1) -> Routing:
+    """Return the k experts of each token with the greatest scores.
 
     The rows of each expert begin at a multiple of `align`, and are padded to one. The result is tagged `routing` in
     the scope of the caller.
     """
-    by = lax.stop_gradient(scores_TxE if bias_E is None else scores_TxE + bias_E[None])
-    ids_Txk = lax.top_k(by, k)[1].astype(jnp.int32)
+    ids_Txk = lax.top_k(lax.stop_gradient(scores_TxE), k)[1].astype(jnp.int32)
     flat_Tk = ids_Txk.reshape(-1)
     order_R = jnp.argsort(flat_Tk, stable=True).astype(jnp.int32)
     place_Tk = jnp.zeros_like(order_R).at[order_R].set(jnp.arange(len(flat_Tk), dtype=jnp.int32))
@@ -285,11 +275,6 @@ class Exchange(NamedTuple):
     sorted_S: jax.Array  # place by expert -> place in the arrived buffer; P * C if empty
     arrived_PC: jax.Array  # the inverse; S if empty
     sizes_L: jax.Array  # rows of each expert here, aligned
-
-
-def capacity_rows(rows: int, parts: int, capacity: float | None) -> int:
-    """Return C, the most rows that one device sends to another; `capacity` is in multiples of an even share."""
-    return rows if capacity is None or capacity >= parts else math.ceil(capacity * rows / parts)
 
 
 def make_exchange(sizes_E: jax.Array, rows: int, room: int, align: int = 1) -> tuple[Exchange, jax.Array]:

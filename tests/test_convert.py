@@ -297,7 +297,6 @@ def test_tensors_that_are_missing_or_unknown_or_of_another_shape_are_named(tmp_p
 @pytest.mark.parametrize(
     "model, said",
     [
-        ("activation: relu2", "hidden_act = 'relu2': the model cannot represent it"),
         ("experts: 4, shared_experts: 1", "model.shared_experts = 1: must be 0 in mixtral"),
         ("experts: 4, renormalize: false", "model.renormalize = False: must be True in mixtral"),
         ("experts: 4, dense_layers: 1", "model.dense_layers = 1: must be 0 in mixtral"),

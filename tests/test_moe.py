@@ -38,7 +38,7 @@ from jaxoffload.grouped import te
 from models import moe
 from models.attention import rotations
 from models.config import Mesh, Model
-from models.step import balanced, shardings_of
+from models.step import shardings_of
 from models.transformer import ExpertLayer, MoE, stacked
 
 pytestmark = pytest.mark.usefixtures("compiled_fast")
@@ -59,9 +59,8 @@ B, S = 2, 6
 T, R = B * S, 2 * B * S  # tokens; rows
 KINDS = [
     {},
-    {"router": "sigmoid", "renormalize": False, "route_scale": 2.5, "balance_rate": 0.1},
+    {"router": "sigmoid", "renormalize": False, "route_scale": 2.5, "experts": 5, "experts_per_token": 1},
     {"activation": "geglu", "shared_experts": 2, "experts_per_token": 3},
-    {"activation": "relu2", "experts": 5, "experts_per_token": 1},
 ]
 
 
@@ -84,23 +83,18 @@ def reference(x_TxD, p, config):
     sigmoid = lambda x: 1 / (1 + np.exp(-x))
 
     def expert(x, gate, up, down):
-        match config.activation:
-            case "swiglu":
-                return ((x @ gate) * sigmoid(x @ gate) * (x @ up)) @ down
-            case "geglu":
-                g = x @ gate
-                return (g / 2 * (1 + np.tanh(np.sqrt(2 / np.pi) * (g + 0.044715 * g**3))) * (x @ up)) @ down
-            case _:
-                return np.maximum(x @ up, 0) ** 2 @ down
+        g = x @ gate
+        if config.activation == "swiglu":
+            return (g * sigmoid(g) * (x @ up)) @ down
+        return (g / 2 * (1 + np.tanh(np.sqrt(2 / np.pi) * (g + 0.044715 * g**3))) * (x @ up)) @ down
 
-    none = [None] * config.experts
     for t, x in enumerate(x_TxD):
         logits = x @ p["router_DxE"]
         scores = sigmoid(logits) if config.router == "sigmoid" else np.exp(logits) / np.exp(logits).sum()
-        chosen = np.argsort(-(scores + p.get("bias_E", 0)), kind="stable")[: config.experts_per_token]
+        chosen = np.argsort(-scores, kind="stable")[: config.experts_per_token]
         weights = scores[chosen] / (scores[chosen].sum() if config.renormalize else 1) * config.route_scale
         for e, weight in zip(chosen, weights, strict=True):
-            out[t] += weight * expert(x, p.get("gate_ExDxF", none)[e], p["up_ExDxF"][e], p["down_ExFxD"][e])
+            out[t] += weight * expert(x, p["gate_ExDxF"][e], p["up_ExDxF"][e], p["down_ExFxD"][e])
         if "shared" in p:
             out[t] += expert(x, *(p["shared"][f"{leaf}"] for leaf in ("gate_DxF", "up_DxF", "down_FxD")))
     return out
@@ -125,7 +119,7 @@ def test_the_balance_by_hand():
     """3 tokens, 2 of 3 experts each: expert 0 gets 3 of the 6 rows, 1 gets 2, 2 gets 1."""
     logits = jnp.log(jnp.array([[0.5, 0.3, 0.2], [0.6, 0.3, 0.1], [0.5, 0.1, 0.4]]))
     scores = moe.router_scores(logits, "softmax")
-    chosen = moe.choose(scores, None, 2)
+    chosen = moe.choose(scores, 2)
     assert np.asarray(chosen.sizes_E).tolist() == [3, 2, 1]
     found = moe.balance_of(logits, scores, chosen, jnp.int32(3), ())
     assert_close(found.load_E, np.array([3 / 6, 2 / 6, 1 / 6]))
@@ -134,24 +128,10 @@ def test_the_balance_by_hand():
     assert_close([found.z, found.dropped], [0.0, 0.5], size=1)
 
 
-def test_a_bias_changes_the_choice_and_not_the_weights_and_evens_the_load():
-    scores = jnp.array([[0.6, 0.3, 0.1]])
-    chosen = moe.choose(scores, jnp.array([0.0, 0.0, 0.25]), 2)
-    assert np.asarray(chosen.ids_Txk).tolist() == [[0, 2]]
-    np.testing.assert_array_equal(moe.row_weights(scores, chosen, False, 1.0), np.float32([[0.6, 0.1]]))
-    params = {"moe": {"bias_E": jnp.zeros((1, 4)), "router_DxE": jnp.ones((1, 2, 4))}}
-    moved = balanced(params, jnp.array([[0.5, 0.25, 0.25, 0.0]]), 0.1)
-    assert_close(moved["moe"]["bias_E"], np.array([[-0.1, 0.0, 0.0, 0.1]]))
-    assert moved["moe"]["router_DxE"] is params["moe"]["router_DxE"]
-    # Two groups of one layer, as of virtual stages.
-    moved = balanced({"bias_E": jnp.zeros((2, 1, 2))}, jnp.array([[1.0, 0.0], [0.0, 1.0]]), 0.1)
-    np.testing.assert_allclose(moved["bias_E"], [[[-0.1, 0.1]], [[0.1, -0.1]]], rtol=1e-6)
-
-
 @pytest.mark.parametrize("align, size", [(1, 21), (4, 36)])
 def test_dispatch_combine_and_moved_are_each_others_transposes(align, size):
     scores = jax.random.uniform(jax.random.key(0), (7, 5))
-    chosen = moe.choose(scores, None, 3, align)
+    chosen = moe.choose(scores, 3, align)
     x, rows = jax.random.normal(jax.random.key(1), (7, 4)), jax.random.normal(jax.random.key(2), (size, 4))
     same_product = lambda a, b, c, d: assert_close(jnp.vdot(a, b), jnp.vdot(c, d), size=jnp.vdot(abs(a), abs(b)))
     y, back = jax.vjp(lambda x: moe.dispatch(x, chosen), x)
@@ -462,7 +442,7 @@ def test_any_mesh_trains_as_one_device(sizes):
 def gradients_on(sizes: Mesh, spread: float = 0.3, **overrides) -> dict[str, np.ndarray]:
     """Return the gradients of the loss of two layers with experts, at parameters far from their initial values."""
     moved = Policy({"moe/fc1_input": "offload", "moe/fc1": "offload", "moe/act": "save"}, min_offload_bytes=0)
-    made = on(EXPERTS, sizes, moved, layers=2, dense_layers=0, shared_experts=0, balance_rate=0.0, **overrides)
+    made = on(EXPERTS, sizes, moved, layers=2, dense_layers=0, shared_experts=0, **overrides)
     rng = np.random.default_rng(0)
     params = jax.tree.map(lambda leaf: spread * rng.standard_normal(leaf.shape, np.float32), made.state.params)
     arguments = jax.device_put((params, TOKENS), shardings_of((made.state.params, made.microbatch)))
@@ -485,7 +465,7 @@ def test_gradients_with_experts_on_devices_of_their_own_are_those_of_one(sizes, 
 @pytest.mark.parametrize("sizes, quantize", [(Mesh(expert=4), None), (Mesh(fsdp=2, expert=2), "fp8")], ids=str)
 def test_experts_on_devices_of_their_own_route_once_and_multiply_nine_times(sizes, quantize):
     moved = {"moe/fc1_input": "offload", "moe/fc1": "offload", "moe/act": "save", "moe/router_logits": "recompute"}
-    experts = {"layers": 2, "dense_layers": 0, "shared_experts": 0, "balance_rate": 0.0, "quantize": quantize}
+    experts = {"layers": 2, "dense_layers": 0, "shared_experts": 0, "quantize": quantize}
     made = on(EXPERTS, sizes, Policy(moved, min_offload_bytes=0), **experts)
     jaxpr = jax.make_jaxpr(jax.grad(made.loss))(made.state.params, made.microbatch).jaxpr
     found = {what: count(jaxpr, what) for what in ("top_k", "sort", "ragged_dot_general")}
@@ -562,7 +542,7 @@ def test_the_contract_with_each_backend(backend, quantize):
 @pytest.mark.slow
 def test_microbatches_over_experts_devices():
     """Without the auxiliary loss, which each microbatch has for itself, they equal one batch on one device."""
-    plain = {"aux_loss": 0.0, "z_loss": 0.0, "balance_rate": 0.0}
+    plain = {"aux_loss": 0.0, "z_loss": 0.0}
     want, _ = stepped(on(EXPERTS, Mesh(), **plain), steps=1)
     got, _ = stepped(on(EXPERTS, Mesh(expert=4), train={"grad_accumulation": 2}, **plain), steps=1)
     assert_close([*got[0].values()][1:], [*want[0].values()][1:])
@@ -578,11 +558,6 @@ def test_no_expert_pays_for_the_others_where_rows_are_dropped(room):
         assert (fits.sum(1) >= np.minimum(total[:, 0], room) - 1).all()
         share = np.minimum(1, room / np.maximum(total, 1))
         assert (abs(fits - share * sizes) < 2).all() and (fits == sizes)[total[:, 0] <= room].all()
-
-
-def test_a_capacity_is_in_even_shares():
-    assert moe.capacity_rows(100, 2, 1.5) == 75
-    assert [moe.capacity_rows(100, 4, c) for c in (None, 1e308, 4, 1, 0.01, 1e-9)] == [100, 100, 100, 25, 1, 1]
 
 
 def test_experts_on_devices_of_their_own_with_64_bits_enabled():

@@ -22,7 +22,7 @@ from models import config
 from models.attention import rotations
 from models.config import Model
 from models.sharding import RULES, make_mesh, on_mesh, param_shardings
-from models.transformer import ExpertLayer, Layer, flops_per_token, stacked
+from models.transformer import Layer, flops_per_token, stacked
 
 OVERLAP = compiler_options("gpu")
 PIPELINED = {**OVERLAP, "xla_gpu_enable_pipelined_host_offloading": True}
@@ -103,10 +103,9 @@ def model_flops(case: Case, options: argparse.Namespace) -> float:
 def start(case: Case, options: argparse.Namespace) -> Callable[[], tuple[Any, Any]]:
     """Return the function that makes the stacked float32 weights and the bf16 activations (batch, seq, d_model)."""
     shape = model_of(case, options)
-    kind = ExpertLayer if shape.experts else Layer
 
     def make() -> tuple[Any, Any]:
-        weights = nnx.state(stacked(shape.layers, lambda rngs: kind(shape, rngs), nnx.Rngs(params=0)))
+        weights = nnx.state(stacked(shape.layers, lambda rngs: Layer(shape, rngs), nnx.Rngs(params=0)))
         x = jax.random.normal(jax.random.key(1), (options.batch, options.seq, options.d_model), jnp.bfloat16)
         return weights, x
 
@@ -150,13 +149,11 @@ def placed(avals: Any, where: Any) -> Any:
 def layer_of(case: Case, options: argparse.Namespace) -> Callable[[Any, Any], tuple[Any, None]]:
     """Return one of the layers, (x, weights) -> (x, None)."""
     shape = model_of(case, options)
-    kind = ExpertLayer if shape.experts else Layer
-    graph = nnx.graphdef(nnx.eval_shape(lambda: kind(shape, nnx.Rngs(params=0))))
+    graph = nnx.graphdef(nnx.eval_shape(lambda: Layer(shape, nnx.Rngs(params=0))))
     rotation = rotations(options.seq, shape.d_head, shape.rope_theta)
 
     def layer(x: Any, weights: Any) -> tuple[Any, None]:
-        out = nnx.merge(graph, weights)(x, rotation)
-        return (out[0] if shape.experts else out), None
+        return nnx.merge(graph, weights)(x, rotation)[0], None
 
     return layer
 

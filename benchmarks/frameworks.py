@@ -113,7 +113,7 @@ def in_nnx(options: argparse.Namespace) -> Framework:
         @nnx.scan(in_axes=(0, nnx.Carry), out_axes=nnx.Carry)
         @nnx.remat(policy=policy, prevent_cse=False)
         def run(layer: Layer, x: jax.Array) -> jax.Array:
-            return layer(x, rotation)
+            return layer(x, rotation)[0]
 
         return lambda weights, x: mean_square(run(nnx.merge(graph, weights), x))
 
@@ -121,7 +121,7 @@ def in_nnx(options: argparse.Namespace) -> Framework:
         offloaded=("layer_input", "mlp/fc1.gate"),
         start=cases.start(dense.CASE, options),
         scanned=scanned,
-        layer=lambda x, weights: (nnx.merge(graph, weights)(x, rotation), None),
+        layer=lambda x, weights: nnx.merge(graph, weights)(x, rotation),
     )
 
 

@@ -2,7 +2,7 @@
 
 import contextlib
 import importlib
-from typing import Any
+from typing import Any, Literal
 from unittest import mock
 
 import jax
@@ -12,6 +12,7 @@ from jax.sharding import PartitionSpec
 from jaxoffload import tag
 from models.sharding import RULES, VALUES, on_each_device
 
+Kind = Literal["xla", "cudnn", "te"]
 Rotation = tuple[jax.Array, jax.Array]  # cos and sin of RoPE's angles
 
 
@@ -36,7 +37,7 @@ def rope(x_BxSxNxH: jax.Array, rotation: Rotation) -> jax.Array:
 
 
 def attend(
-    q_BxSxNxH: jax.Array, k_BxSxKxH: jax.Array, v_BxSxKxH: jax.Array, documents_BxS: jax.Array | None, kind: str
+    q_BxSxNxH: jax.Array, k_BxSxKxH: jax.Array, v_BxSxKxH: jax.Array, documents_BxS: jax.Array | None, kind: Kind
 ) -> jax.Array:
     """Causal attention, (batch, sequence, heads, head_dim), within documents if they are numbered.
 

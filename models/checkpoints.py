@@ -47,7 +47,7 @@ def save(manager: ocp.CheckpointManager, step: int, state: State, config: Config
     tree: dict[str, Any] = {"params": state.params}
     about = {"format": FORMAT, "step": step, "config": flat(config), "data": source and source.fingerprint}
     if source is not None:
-        sharding = batch_sharding(state.step.sharding.mesh)
+        sharding = batch_sharding(state.step.sharding.mesh)  # type: ignore[attr-defined]
         position = jax.make_array_from_process_local_data(sharding, source.batches.get_state())
         tree |= {"step": state.step, "optimizer": state.optimizer, "position": position}
     about["sums"] = sums(tree)
@@ -71,8 +71,7 @@ def resume(manager: ocp.CheckpointManager, config: Config, made: Program, source
         refuse_changes(manager, step, config)
         return state._replace(**restore(manager, step, {"params": made.state.params}))
     refuse_changes(manager, step, config, source)
-    batches = batch_sharding(made.state.step.sharding.mesh)
-    position = jax.ShapeDtypeStruct((config.train.batch_size, 2), jnp.int32, sharding=batches)
+    position = jax.ShapeDtypeStruct((config.train.batch_size, 2), jnp.int32, sharding=made.tokens.sharding)
     tree = restore(manager, step, made.state._asdict() | {"position": position})
     rows = {shard.index[0].start or 0: np.asarray(shard.data) for shard in tree.pop("position").addressable_shards}
     source.batches.set_state(np.concatenate([rows[first] for first in sorted(rows)]))

@@ -168,7 +168,7 @@ class Config:
     distributed: Distributed = field(default_factory=Distributed)
 
 
-_SECTIONS = {each.name: each.default_factory for each in dataclasses.fields(Config)}
+_SECTIONS: dict[str, Any] = {each.name: each.default_factory for each in dataclasses.fields(Config)}
 
 
 def flat(config: Config) -> dict[str, Any]:
@@ -191,11 +191,9 @@ def load(path: str | Path, overrides: Sequence[str] = ()) -> Config:
     """
     path = Path(path).expanduser()
     try:
-        tree = OmegaConf.to_container(OmegaConf.load(path), resolve=True)
+        tree: Any = OmegaConf.to_container(OmegaConf.load(path), resolve=True)
     except FileNotFoundError:
-        raise ConfigError(
-            f"{path}: no such file{_allowed_names(str(path), map(str, path.parent.glob('*.yaml')))}"
-        ) from None
+        raise ConfigError(f"{path}: no such file{_instead(str(path), map(str, path.parent.glob('*.yaml')))}") from None
     except (OSError, ValueError, yaml.YAMLError, OmegaConfBaseException) as error:
         raise ConfigError(f"{path}: {_one_line(error)}") from error
     if not isinstance(tree, dict):
@@ -203,10 +201,10 @@ def load(path: str | Path, overrides: Sequence[str] = ()) -> Config:
     problems: list[str] = []
     for text in overrides:
         _override(tree, text, problems)
-    sections = {}
+    sections: dict[str, Any] = {}
     for name, value in tree.items():
         if name not in _SECTIONS:
-            problems.append(f"{name} = {value!r}: no such section{_allowed_names(name, _SECTIONS)}")
+            problems.append(f"{name} = {value!r}: no such section{_instead(name, _SECTIONS)}")
         elif not isinstance(value, dict | None):
             problems.append(f"{name} = {value!r}: must be a mapping of keys to values")
         else:
@@ -228,11 +226,11 @@ def _override(tree: dict[str, Any], text: str, problems: list[str]) -> None:
         return
     section, key, entry, source = match.groups()
     try:
-        value = OmegaConf.to_container(OmegaConf.from_dotlist([f"value={source}"]))["value"]
+        parsed: Any = OmegaConf.to_container(OmegaConf.from_dotlist([f"value={source}"]))
     except (ValueError, yaml.YAMLError, OmegaConfBaseException) as error:
         problems.append(f"{section}.{key} = {source}: {_one_line(error)}")
         return
-    target = tree.get(section) or {}
+    target, value = tree.get(section) or {}, parsed["value"]
     if not isinstance(target, dict):
         return  # the section itself is reported
     if entry:  # after all others: the last of several matching patterns wins
@@ -262,7 +260,7 @@ def _section(name: str, tree: dict[str, Any], problems: list[str]) -> Any:
 def _remat(name: str, tree: dict[str, Any], problems: list[str]) -> Remat:
     names = [each.name for each in dataclasses.fields(Remat)]
     for key in tree.keys() - names:
-        problems.append(f"{name}.{key} = {tree.pop(key)!r}: no such key{_allowed_names(key, names)}")
+        problems.append(f"{name}.{key} = {tree.pop(key)!r}: no such key{_instead(key, names)}")
     try:
         return Remat(**tree)
     except PolicyError as error:
@@ -280,7 +278,7 @@ def nearest(name: object, names: Iterable[str]) -> str:
     return f"; the nearest is {near[0]}" if near else ""
 
 
-def _allowed_names(name: object, names: Iterable[str]) -> str:
+def _instead(name: object, names: Iterable[str]) -> str:
     return nearest(name, names := list(names)) or f"; there are {', '.join(names)}"
 
 

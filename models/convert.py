@@ -87,7 +87,7 @@ _ACTIVATIONS = {"silu": "swiglu", "gelu_pytorch_tanh": "geglu"}
 _LLAMA3 = ("factor", "low_freq_factor", "high_freq_factor", "original_max_position_embeddings")
 # What the model cannot represent otherwise, and what holds where a config.json, of an older transformers, says nothing.
 _ONLY = {"attention_bias": False, "mlp_bias": False, "partial_rotary_factor": 1, "decoder_sparse_step": 1}
-_DEFAULTS = {"tie_word_embeddings": False, "norm_topk_prob": False, "hidden_act": "silu", "rope_theta": 10000.0}
+_DEFAULTS = dict[str, Any](tie_word_embeddings=False, norm_topk_prob=False, hidden_act="silu", rope_theta=10000.0)
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -130,7 +130,7 @@ def import_weights(folder: Path, config: Config) -> None:
     theirs, out = json.loads((folder / "config.json").read_text()), Path(config.train.out)
     check_model(theirs, config)
     abstract, stored = on_one_device(config, 1), on_one_device(config, config.train.virtual_stages)
-    tensors, files = tensors_of(abstract, config.model, theirs["model_type"]), {}
+    tensors, files = tensors_of(abstract, config.model, theirs["model_type"]), dict[str, Any]()
     for path in sorted(folder.glob("*.safetensors")):
         file = safetensors.safe_open(path, framework="numpy")
         files |= dict.fromkeys(file.keys(), file)
@@ -340,7 +340,7 @@ def to_theirs(part: np.ndarray, inputs: int) -> np.ndarray:
 
 def write_weights(folder: Path, params: nnx.State, tensors: Mapping[str, Tensors], dtype: str) -> None:
     """Write the tensors of all parameters, those of one parameter in one file: memory has a copy of one at a time."""
-    leaves, files = jax.tree_util.tree_leaves_with_path(params), {}
+    leaves, files = jax.tree_util.tree_leaves_with_path(params), dict[str, str]()
     for number, (keys, leaf) in enumerate(leaves, start=1):
         file, (names, inputs) = f"model-{number:05}-of-{len(leaves):05}.safetensors", tensors[path_of(keys)]
         parts = {name: to_theirs(np.asarray(leaf[at]), inputs) for at, name in names.items()}

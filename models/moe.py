@@ -60,8 +60,7 @@ def experts(config: Model, x_BxSxD: jax.Array, weights: dict[str, jax.Array]) ->
     stream, wide = RULES.spec("batch", "sequence", "residual"), RULES.spec("experts", None, "mlp")
     specs = {"router": PartitionSpec(), "gate": wide, "up": wide, "down": RULES.spec("experts", "mlp", None)}
     on_device = functools.partial(_experts_on_device, config, dict(mesh.shape))
-    out_specs = stream, Balance(*(PartitionSpec() for _ in Balance._fields))
-    return on_each_device(on_device, (stream, specs), out_specs)(x_BxSxD, weights)
+    return on_each_device(on_device, (stream, specs), (stream, PartitionSpec()))(x_BxSxD, weights)
 
 
 def _experts_on_device(
@@ -110,7 +109,7 @@ def _apply_experts(
     The rows are sorted by expert; expert l has sizes_L[l]. `full`: every row belongs to an expert.
     """
     how: dict[str, Any] = {"backend": config.grouped, "quantize": config.quantize, "full": full}
-    gemm = functools.partial(grouped_matmul, group_sizes=sizes_L, **how)
+    gemm = lambda x, w, name: grouped_matmul(x, w, sizes_L, name=name, **how)
     gate_RxF, up_RxF = gemm(rows_RxD, [weights["gate"], weights["up"]], name="fc1_input")
     fc1 = tag({"gate": gate_RxF, "up": up_RxF}, "fc1")
     act_RxF = activate(fc1, config.activation).astype(jnp.float32) * weight_Rx1
@@ -210,12 +209,13 @@ def starts(lengths: jax.Array) -> jax.Array:
     return jnp.cumsum(lengths) - lengths
 
 
-def lookup(starts_B: jax.Array, sources_B: jax.Array, lengths_B: jax.Array, size: int, missing: int) -> jax.Array:
+def lookup(starts: jax.Array, sources: jax.Array, lengths: jax.Array, size: int, missing: int) -> jax.Array:
     """Return (size,) int32: for each place, the index of the row that belongs there.
 
-    Block b puts lengths_B[b] rows, from sources_B[b] on, at the places from starts_B[b] on. `starts_B` is sorted.
-    Places that no block fills are `missing`.
+    Block b of B, flattened, puts lengths[b] rows, from sources[b] on, at the places from starts[b] on. `starts` is
+    sorted. Places that no block fills are `missing`.
     """
+    starts_B, sources_B, lengths_B = starts.reshape(-1), sources.reshape(-1), lengths.reshape(-1)
     place_N = jnp.arange(size, dtype=jnp.int32)
     block_N = jnp.sum(starts_B[None] <= place_N[:, None], axis=1) - 1
     offset_N = place_N - starts_B[block_N]
@@ -286,9 +286,9 @@ def make_exchange(sizes_E: jax.Array, rows: int, room: int, align: int = 1) -> t
     parts = lax.axis_size("expert")
     sizes_PxL = sizes_E.reshape(parts, -1)
     kept_PxL = _kept_sizes(sizes_PxL, room)
-    place_E, first_E, kept_E = _places(kept_PxL, room).reshape(-1), starts(sizes_E), kept_PxL.reshape(-1)
-    sent_PC = lookup(place_E, first_E, kept_E, parts * room, missing=rows)
-    slot_R = lookup(first_E, place_E, kept_E, rows, missing=parts * room)
+    place_PxL, first_E = _places(kept_PxL, room), starts(sizes_E)
+    sent_PC = lookup(place_PxL, first_E, kept_PxL, parts * room, missing=rows)
+    slot_R = lookup(first_E, place_PxL, kept_PxL, rows, missing=parts * room)
     arrived_PxL = lax.all_to_all(kept_PxL, "expert", 0, 0)  # from each device, for each expert here
     exchange = Exchange(sent_PC, slot_R, *_by_expert(arrived_PxL, room, align))
     return tag(exchange, "routing"), _total(sizes_E) - _total(kept_PxL)
@@ -314,10 +314,9 @@ def _by_expert(arrived_PxL: jax.Array, room: int, align: int) -> tuple[jax.Array
     begin_PxL = _places(arrived_PxL, room)
     sizes_L = aligned(_total(arrived_PxL, axis=0), align)
     target_PxL = starts(sizes_L)[None] + jnp.cumsum(arrived_PxL, axis=0) - arrived_PxL
-    by_expert = [x_PxL.T.reshape(-1) for x_PxL in (target_PxL, begin_PxL, arrived_PxL)]
-    by_device = [x_PxL.reshape(-1) for x_PxL in (begin_PxL, target_PxL, arrived_PxL)]
     room_S = aligned_rows(size, len(sizes_L), align)
-    return lookup(*by_expert, room_S, size), lookup(*by_device, size, room_S), sizes_L
+    sorted_S = lookup(target_PxL.T, begin_PxL.T, arrived_PxL.T, room_S, missing=size)
+    return sorted_S, lookup(begin_PxL, target_PxL, arrived_PxL, size, missing=room_S), sizes_L
 
 
 def _kept_sizes(sizes_PxL: jax.Array, room: int) -> jax.Array:

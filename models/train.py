@@ -76,7 +76,7 @@ def join(distributed: Distributed) -> None:
     launched = any(int(os.environ.get(name, 1)) > 1 for name in ("SLURM_STEP_NUM_TASKS", "OMPI_COMM_WORLD_SIZE"))
     if launched or distributed.coordinator:
         # After an error a process waits for the others, before it leaves: they may wait for it in a collective.
-        jax.distributed.initialize(*astuple(distributed), shutdown_timeout_seconds=60)
+        jax.distributed.initialize(*astuple(distributed), shutdown_timeout_seconds=60)  # type: ignore[misc]
 
 
 def import_te(model: Model) -> None:
@@ -152,7 +152,7 @@ def check_same(values: Any, what: str) -> None:
 def lowered_step(made: Program, options: dict[str, Any]) -> jax.stages.Lowered:
     """Lower the training step, which takes over the memory of its state."""
     state = shardings_of(made.state)
-    where = {"in_shardings": (state, made.tokens.sharding), "out_shardings": (state, None)}
+    where: dict[str, Any] = {"in_shardings": (state, made.tokens.sharding), "out_shardings": (state, None)}
     step = jax.jit(made.step, **where, donate_argnums=0, compiler_options=options)
     return step.lower(made.state, made.tokens)
 

@@ -134,8 +134,8 @@ class MoE(nnx.Module):
         config, dtype = self.config, x_BxSxD.dtype
         norm_BxSxD = tag(self.norm(x_BxSxD), "moe/norm")
         # Rounded before they are gathered, which halves what is sent; the router is float32.
-        weights = {"gate": self.gate_ExDxF, "up": self.up_ExDxF, "down": self.down_ExFxD}
-        weights = {name: w.astype(dtype) for name, w in weights.items()} | {"router": self.router_DxE[...]}
+        weights = {"gate": self.gate_ExDxF.astype(dtype), "up": self.up_ExDxF.astype(dtype)}
+        weights |= {"down": self.down_ExFxD.astype(dtype), "router": self.router_DxE[...]}
         out_BxSxD, balance = experts(config, norm_BxSxD, weights)
         if config.shared_experts:
             out_BxSxD += self.shared.feed(norm_BxSxD, "shared")
@@ -143,31 +143,25 @@ class MoE(nnx.Module):
 
 
 class Layer(nnx.Module):
-    """A decoder layer. Residuals: layer_input, mlp_input, and those of Attention and MLP."""
+    """A decoder layer, with experts unless the model or this layer is dense.
 
-    def __init__(self, config: Model, rngs: nnx.Rngs):
+    Residuals: layer_input, mlp_input, those of Attention, and those of MoE or MLP.
+    """
+
+    def __init__(self, config: Model, rngs: nnx.Rngs, dense: bool = False):
         self.attention = Attention(config, rngs)
-        self.mlp = MLP(config, rngs)
-
-    def __call__(self, x_BxSxD: jax.Array, rotation: Rotation, documents_BxS: jax.Array | None = None) -> jax.Array:
-        x_BxSxD = tag(x_BxSxD, "layer_input")
-        x_BxSxD = tag(x_BxSxD + self.attention(x_BxSxD, rotation, documents_BxS), "mlp_input")
-        return x_BxSxD + self.mlp(x_BxSxD)
-
-
-class ExpertLayer(nnx.Module):
-    """A decoder layer with experts. Residuals: layer_input, mlp_input, and those of Attention and MoE."""
-
-    def __init__(self, config: Model, rngs: nnx.Rngs):
-        self.attention = Attention(config, rngs)
-        self.moe = MoE(config, rngs)
+        self.has_experts = config.experts > 0 and not dense
+        if self.has_experts:
+            self.moe = MoE(config, rngs)
+        else:
+            self.mlp = MLP(config, rngs)
 
     def __call__(
         self, x_BxSxD: jax.Array, rotation: Rotation, documents_BxS: jax.Array | None = None
-    ) -> tuple[jax.Array, Balance]:
+    ) -> tuple[jax.Array, Balance | None]:
         x_BxSxD = tag(x_BxSxD, "layer_input")
         x_BxSxD = tag(x_BxSxD + self.attention(x_BxSxD, rotation, documents_BxS), "mlp_input")
-        out_BxSxD, balance = self.moe(x_BxSxD)
+        out_BxSxD, balance = self.moe(x_BxSxD) if self.has_experts else (self.mlp(x_BxSxD), None)
         return x_BxSxD + out_BxSxD, balance
 
 
@@ -181,11 +175,11 @@ class Transformer(nnx.Module):
         V, D = config.vocab_size, config.d_model
         self.config = config
         self.embedding_VxD = weight(rngs, (V, D), ("vocab", "embed"), 0.02)
-        if config.experts and config.dense_layers:
-            self.first = stacked(config.dense_layers, lambda rngs: Layer(config, rngs), rngs)
-        count, kind = (config.layers - config.dense_layers, ExpertLayer) if config.experts else (config.layers, Layer)
+        if config.dense_layers:
+            self.first = stacked(config.dense_layers, lambda rngs: Layer(config, rngs, dense=True), rngs)
+        count = config.layers - config.dense_layers
         shape = (groups, count // groups) if groups > 1 else count
-        self.layers = stacked(shape, lambda rngs: kind(config, rngs), rngs)
+        self.layers = stacked(shape, lambda rngs: Layer(config, rngs), rngs)
         self.norm = RMSNorm(config)
         if not config.tied_embeddings:
             self.unembedding_VxD = weight(rngs, (V, D), ("vocab", "embed"), 0.02)
@@ -208,12 +202,11 @@ class Transformer(nnx.Module):
             graph, params = nnx.split(layers)
 
             def layer(x_BxSxD: jax.Array, params: nnx.State) -> tuple[jax.Array, Balance | None]:
-                out = nnx.merge(graph, params)(x_BxSxD, rotation, documents_BxS)
-                return out if isinstance(out, tuple) else (out, None)
+                return nnx.merge(graph, params)(x_BxSxD, rotation, documents_BxS)
 
             return jaxoffload.scan(layer, x_BxSxD, params, policy=policy, strict=False)
 
-        if config.experts and config.dense_layers:
+        if config.dense_layers:
             x_BxSxD, _ = through(self.first, x_BxSxD)
         x_BxSxD, balance = through(self.layers, x_BxSxD)
         return constrain(x_BxSxD, "layer_input"), balance

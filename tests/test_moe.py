@@ -39,7 +39,7 @@ from models import moe
 from models.attention import rotations
 from models.config import Mesh, Model
 from models.step import shardings_of
-from models.transformer import ExpertLayer, MoE, stacked
+from models.transformer import Layer, MoE, stacked
 
 pytestmark = pytest.mark.usefixtures("compiled_fast")
 SMALL = Model(
@@ -166,12 +166,12 @@ ROUTING_BYTES = 4 * (T * 2 + R + R + SMALL.experts)
 
 
 def layer(x, weights, config=SMALL):
-    graph = nnx.graphdef(nnx.eval_shape(lambda: ExpertLayer(config, nnx.Rngs(params=0))))
+    graph = nnx.graphdef(nnx.eval_shape(lambda: Layer(config, nnx.Rngs(params=0))))
     return nnx.merge(graph, weights)(x, rotations(S, config.d_head, config.rope_theta))
 
 
 def inputs(dtype=jnp.bfloat16, config=SMALL):
-    weights = nnx.state(stacked(config.layers, lambda rngs: ExpertLayer(config, rngs), nnx.Rngs(params=0)))
+    weights = nnx.state(stacked(config.layers, lambda rngs: Layer(config, rngs), nnx.Rngs(params=0)))
     return stream(dtype=dtype), weights
 
 
@@ -524,8 +524,8 @@ def test_the_contract_with_each_backend(backend, quantize):
     if (backend, quantize) == ("mosaic", "fp8"):
         pytest.skip("has no FP8")
     config = dataclasses.replace(LARGER, grouped=backend, quantize=quantize)
-    graph = nnx.graphdef(nnx.eval_shape(lambda: ExpertLayer(config, nnx.Rngs(params=0))))
-    w = nnx.state(stacked(config.layers, lambda rngs: ExpertLayer(config, rngs), nnx.Rngs(params=0)))
+    graph = nnx.graphdef(nnx.eval_shape(lambda: Layer(config, nnx.Rngs(params=0))))
+    w = nnx.state(stacked(config.layers, lambda rngs: Layer(config, rngs), nnx.Rngs(params=0)))
     x = jax.random.normal(jax.random.key(9), (2, 128, config.d_model), jnp.bfloat16)
     run_layer = lambda x, w: nnx.merge(graph, w)(x, rotations(128, config.d_head, 1e4))
     of_experts = [f"moe/{name}.{copy}" for name in ("fc1_input", "act") for copy in COPIES]

@@ -33,9 +33,7 @@ class Framework(NamedTuple):
 
     offloaded: tuple[str, ...]
     start: Callable[[], tuple[Any, Any]]  # the stacked weights, and the input
-    scanned: Callable[
-        [Any], Callable[[Any, Any], Any]
-    ]  # the loss with the framework's scan under a policy of jax.checkpoint
+    scanned: Callable[[Any], Callable[[Any, Any], Any]]  # a policy of jax.checkpoint -> the loss, with its scan
     layer: Callable[[Any, Any], tuple[Any, None]]  # for jaxoffload.scan
 
 

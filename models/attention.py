@@ -143,10 +143,6 @@ def _fused(q: jax.Array, k: jax.Array, v: jax.Array) -> jax.Array:
 
 
 def _no_mesh_axes() -> contextlib.AbstractContextManager[Any]:
-    """Return TransformerEngine's context for sharding over no mesh axis. A context of the caller's is left as it is."""
+    """Return TransformerEngine's context for sharding over no mesh axis."""
     sharding = importlib.import_module("transformer_engine.jax.sharding")
-    try:
-        sharding.global_mesh_resource()
-    except AssertionError:  # no context is open
-        return sharding.global_shard_guard(sharding.MeshResource())
-    return contextlib.nullcontext()
+    return sharding.global_shard_guard(sharding.MeshResource())

@@ -120,16 +120,16 @@ def train(config: Config) -> int:
     say(budget.summary(config, made))
     with checkpoints.open_manager(out) as manager:
         last = manager.latest_step() or 0
-        if last >= steps:
+        if last:
             checkpoints.refuse_changes(manager, last, config, source)
+        if last >= steps:
             say(f"{out} is finished, at step {last} of {steps}")
             return 0
         compiled = compile_step(made)
         if config.train.verify and not last:
             verify(made)
         state = checkpoints.resume(manager, config, made, source)
-        if last:
-            say(f"continuing {out} from its checkpoint at step {last}")
+        say(f"continuing {out} from its checkpoint at step {last}" if last else f"metrics and checkpoints go to {out}")
         return loop(config, made, compiled, source, manager, state)
 
 
@@ -163,8 +163,9 @@ def compile_step(made: Program) -> jax.stages.Compiled:
     if plan := proof.memory_plan(compiled):
         outputs = plan.output_size_in_bytes - plan.alias_size_in_bytes
         device = budget.in_mib(plan.argument_size_in_bytes + outputs + plan.temp_size_in_bytes)
-        host = budget.in_mib(plan.host_argument_size_in_bytes + plan.host_temp_size_in_bytes)
-        say(f"the compiled step needs {device} on each device, and {host} of host memory")
+        host = plan.host_argument_size_in_bytes + plan.host_temp_size_in_bytes
+        where = f" on each device, and {budget.in_mib(host)} of host memory" if host else " on each device"
+        say(f"the compiled step needs {device}{where}")
     return compiled
 
 
@@ -223,7 +224,7 @@ def loop(
     if step < train.steps:
         say(f"stopped by SIGTERM; step {step} of {train.steps} is saved, and the same command continues")
         return 128 + signal.SIGTERM
-    say("finished")
+    say(f"finished; {config.train.out} has the checkpoint of step {step}")
     return 0
 
 

@@ -311,6 +311,7 @@ def test_what_cannot_be_exported_is_said(model, said, tmp_path, capsys):
     assert not (tmp_path / "b").exists()
 
 
+@pytest.mark.claim("new-fields")
 def test_what_a_fork_adds_is_refused_by_its_name(monkeypatch):
     fields = [(name, int | None, None) for name in ("window", "sinks")]
     model = dataclasses.make_dataclass("Model", fields, bases=(Model,), frozen=True)(window=4)

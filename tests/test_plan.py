@@ -599,12 +599,12 @@ def test_a_config_has_a_budget_instead_of_decisions(capsys):
 def test_a_run_prints_its_plan_and_again_when_it_continues(tmp_path, capsys, monkeypatch):
     monkeypatch.setenv("HOME", str(tmp_path))
     run = [TINY, *SHORT, f"remat.machine={MACHINE}", f"train.out={tmp_path}", "model.vocab_size=300"]
-    run += ["remat.budget=1GiB", "remat.residuals[attn/q]=offload"]
+    run += ["remat.budget=1GiB", "remat.residuals[attn/q]=recompute"]
     planned = []
     for steps in (2, 4):
         assert train([*run, f"train.steps={steps}"]) == 0
         said = capsys.readouterr().out
         planned.append(said[: said.index(" parameters, ")].rpartition("\n")[0])
-        assert "attn/q" in said and [line for line in said.splitlines() if "attn/q" in line and "offloaded" in line]
+        assert [line for line in said.splitlines() if line.startswith("attn/q ") and "recomputed" in line]
     assert planned[0] == planned[1] and "ms per step" in planned[0]
     assert "from its checkpoint at step 2" in said

@@ -68,9 +68,10 @@ def resume(manager: ocp.CheckpointManager, config: Config, made: Program, source
         state = jax.jit(made.init, out_shardings=shardings_of(made.state))()
         if step is None:
             return state
-        refuse_changes(manager, step, config)
-        return state._replace(**restore(manager, step, {"params": made.state.params}))
-    refuse_changes(manager, step, config, source)
+        params = {"params": made.state.params}
+        refuse_changes(manager, step, params, config)
+        return state._replace(**restore(manager, step, params))
+    refuse_changes(manager, step, made.state._asdict(), config, source)
     position = jax.ShapeDtypeStruct((config.train.batch_size, 2), jnp.int32, sharding=made.tokens.sharding)
     tree = restore(manager, step, made.state._asdict() | {"position": position})
     rows = {shard.index[0].start or 0: np.asarray(shard.data) for shard in tree.pop("position").addressable_shards}
@@ -79,20 +80,8 @@ def resume(manager: ocp.CheckpointManager, config: Config, made: Program, source
 
 
 def restore(manager: ocp.CheckpointManager, step: int, wanted: dict[str, Any]) -> dict[str, Any]:
-    """Return these parts of a checkpoint, sharded as in `wanted`.
-
-    Raises:
-      ConfigError: they are damaged, or have other names.
-    """
+    """Return these parts of a checkpoint, sharded as in `wanted`. Raise ConfigError if they are damaged."""
     written = _read_origin(manager, step)["sums"]
-    there, here = {path for path in written if path.split("/")[0] in wanted}, set(paths_of(wanted))
-    lost, new = sorted(there - here), sorted(here - there)
-    lines = [f"{path}: the checkpoint has it, the program does not{nearest(path, new)}" for path in lost]
-    lines += [f"{path}: the program has it, the checkpoint does not{nearest(path, lost)}" for path in new]
-    if lines:
-        lines = [line for line in lines if line.startswith("params/")] or lines  # the optimizer's follow from these
-        last = f"{manager.directory / str(step)} is of another program; name all as there, or give another train.out"
-        raise ConfigError(*lines, last)
     how = ocp.checkpoint_utils.construct_restore_args(wanted)
     args = ocp.args.PyTreeRestore(item=wanted, restore_args=how, partial_restore=True)
     try:
@@ -104,8 +93,13 @@ def restore(manager: ocp.CheckpointManager, step: int, wanted: dict[str, Any]) -
     return tree
 
 
-def refuse_changes(manager: ocp.CheckpointManager, step: int, config: Config, source: Source | None = None) -> None:
-    """Raise ConfigError if a checkpoint is of another model or, unless `source` is None, of other data."""
+def refuse_changes(
+    manager: ocp.CheckpointManager, step: int, wanted: dict[str, Any], config: Config, source: Source | None = None
+) -> None:
+    """Raise ConfigError if a checkpoint is of another model, or of other data than `source` unless that is None.
+
+    `wanted`: the parts of it that will be restored; arrays that only one of both has are named.
+    """
     about = _read_origin(manager, step)
     before = flat(Config()) | about["config"]
     wrong = []
@@ -120,6 +114,14 @@ def refuse_changes(manager: ocp.CheckpointManager, step: int, config: Config, so
     if wrong:
         last = f"in the checkpoint {manager.directory / str(step)}; set it back, or give another train.out"
         raise ConfigError(*wrong, last)
+    there, here = {path for path in about["sums"] if path.split("/")[0] in wanted}, set(paths_of(wanted))
+    lost, new = sorted(there - here), sorted(here - there)
+    lines = [f"{path}: the checkpoint has it, the program does not{nearest(path, new)}" for path in lost]
+    lines += [f"{path}: the program has it, the checkpoint does not{nearest(path, lost)}" for path in new]
+    if lines:
+        lines = [line for line in lines if line.startswith("params/")] or lines  # the optimizer's follow from these
+        last = f"{manager.directory / str(step)} is of another program; name all as there, or give another train.out"
+        raise ConfigError(*lines, last)
 
 
 def _read_origin(manager: ocp.CheckpointManager, step: int) -> dict[str, Any]:

@@ -164,8 +164,9 @@ def export_weights(config: Config, folder: Path, dtype: str) -> None:
     with checkpoints.open_manager(out) as manager:
         if (step := manager.latest_step()) is None:
             raise ConfigError(f"train.out = {str(out)!r}: has no checkpoint")
-        checkpoints.refuse_changes(manager, step, config)
-        params = regrouped(checkpoints.restore(manager, step, {"params": stored})["params"], abstract)
+        wanted = {"params": stored}
+        checkpoints.refuse_changes(manager, step, wanted, config)
+        params = regrouped(checkpoints.restore(manager, step, wanted)["params"], abstract)
     folder.mkdir(parents=True, exist_ok=True)
     write_weights(folder, params, tensors_of(abstract, config.model, theirs["model_type"]), dtype)
     (folder / "config.json").write_text(json.dumps(theirs, indent=2))

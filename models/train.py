@@ -121,7 +121,7 @@ def train(config: Config) -> int:
     with checkpoints.open_manager(out) as manager:
         last = manager.latest_step() or 0
         if last:
-            checkpoints.refuse_changes(manager, last, config, source)
+            checkpoints.refuse_changes(manager, last, made.state._asdict(), config, source)
         if last >= steps:
             say(f"{out} is finished, at step {last} of {steps}")
             return 0

@@ -160,7 +160,7 @@ def test_a_flipped_bit_in_any_file_is_refused_or_changes_nothing(written, config
     told = {"origin/metadata", "state/_METADATA", "state/manifest.ocdbt"}
     assert {f"checkpoints/4/{name}" for name in told} <= set(map(str, found))
     assert [file for file in found if file.parent.name == "d"]  # values
-    gc.collect()  # those reads, before another test is blamed
+    gc.collect()  # those other reads, whose warnings only this test ignores
 
 
 @pytest.mark.claim("damage")

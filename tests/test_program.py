@@ -52,7 +52,7 @@ from models import config
 from models.attention import rotations
 from models.config import Model
 from models.sharding import RULES, make_mesh, on_mesh, param_shardings
-from models.transformer import ExpertLayer, stacked
+from models.transformer import Layer, stacked
 
 assert nothing_cached and gpu and two_gpus  # fixtures
 pytestmark = [pytest.mark.gpu, pytest.mark.claim("what-xla-compiles")]
@@ -354,7 +354,7 @@ def test_a_step_compiled_again_with_its_times_hides_exchanges_between_experts(tw
     monkeypatch.setenv("XLA_PJRT_GPU_HOST_MEMORY_LIMIT_GB", "200")
     attention = {"layers": 4, "d_model": 4096, "heads": 32, "kv_heads": 8, "attention": "xla"}
     shape = Model(experts=8, experts_per_token=2, d_expert=14336, capacity=1.25, grouped="mosaic", **attention)
-    mesh, make = make_mesh(config.Mesh(expert=2), two_gpus), lambda rngs: ExpertLayer(shape, rngs)
+    mesh, make = make_mesh(config.Mesh(expert=2), two_gpus), lambda rngs: Layer(shape, rngs)
     graph = nnx.graphdef(nnx.eval_shape(lambda: make(nnx.Rngs(params=0))))
     layer = lambda x, w: (nnx.merge(graph, w)(x, rotations(8192, shape.d_head, 1e6))[0], None)
     moved = ("layer_input", "attn/q", "attn/k", "attn/v", "mlp_input", "moe/fc1.gate", "moe/fc1.up")
@@ -600,7 +600,7 @@ def test_grouped_gemms_run_nine_times_per_layer_and_their_outputs_go_to_the_host
     shape = Model(
         layers=LAYERS, d_model=DIM, heads=2, kv_heads=2, experts=8, experts_per_token=2, d_expert=512, grouped=backend
     )
-    make = lambda rngs: ExpertLayer(shape, rngs)
+    make = lambda rngs: Layer(shape, rngs)
     graph = nnx.graphdef(nnx.eval_shape(lambda: make(nnx.Rngs(params=0))))
     w = jax.eval_shape(lambda: nnx.state(stacked(LAYERS, make, nnx.Rngs(params=0))))
     x = jax.ShapeDtypeStruct((1, BATCH, DIM), jnp.bfloat16)

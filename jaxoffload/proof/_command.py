@@ -5,6 +5,7 @@ import importlib
 import io
 import itertools
 import json
+import os
 import sys
 import traceback
 from collections.abc import Sequence
@@ -98,11 +99,10 @@ def _machine(path: str) -> proof.Machine:
 
 
 def _writable(path: str) -> Path:
-    try:
-        Path(path).open("a").close()
-    except OSError as why:
-        raise argparse.ArgumentTypeError(str(why)) from why
-    return Path(path)
+    file = Path(path)
+    if file.is_dir() or not os.access(file if file.exists() else file.absolute().parent, os.W_OK):
+        raise argparse.ArgumentTypeError(f"{path} cannot be written")
+    return file
 
 
 def made_by(options: argparse.Namespace) -> Made:

@@ -7,7 +7,7 @@ from typing import Any, NamedTuple, Protocol
 import jax
 import jax.numpy as jnp
 from jax.extend.core import Primitive
-from jax.tree_util import tree_leaves_with_path
+from jax.tree_util import keystr, tree_leaves_with_path
 
 from .._engine.host.limit import HostPoolFull, auto_axes, host_pool_bytes
 from .._engine.jaxprs.flat import division
@@ -249,9 +249,10 @@ def _cast(tree: Any, like: Any) -> Any:
 
 def _check_trees(gradients: Any, params: Any, state: Any, first: Any) -> None:
     for name, given, like in (("gradients", gradients, params), ("state", state, first)):
-        shapes = lambda tree: [(jax.tree_util.keystr(path), x.shape) for path, x in tree_leaves_with_path(tree)]
-        if shapes(given) != shapes(like):
-            differ = [f"{a[0]} {a[1]}" for a in shapes(given) if a not in shapes(like)] or ["fewer arrays"]
+        dtype = lambda x: x.dtype if name == "state" else ""
+        arrays = lambda tree: [f"{keystr(path)} {dtype(x)}{list(x.shape)}" for path, x in tree_leaves_with_path(tree)]
+        if arrays(given) != arrays(like):
+            differ = [array for array in arrays(given) if array not in arrays(like)] or ["fewer arrays"]
             of = "params" if name == "gradients" else "what init returns for params"
             raise TypeError(f"host_optimizer: apply(gradients, params, state): {name} must be as {of}, got {differ[0]}")
 

@@ -59,7 +59,7 @@ def owners(state: Any, params: Any) -> list[int | None]:
         for start in range(len(path) + 1):
             if path[start:] in of_params:
                 number, of = of_params[path[start:]]
-                return number if shape and shape[0] == of[0] else None
+                return number if shape and shape[:1] == of[:1] else None
         return None
 
     return [owner(tuple(path), x.shape) for path, x in tree_leaves_with_path(state)]

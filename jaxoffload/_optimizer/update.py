@@ -13,6 +13,7 @@ from jax import lax
 from jax.extend.core import Jaxpr, JaxprEqn, Var
 from jax.extend.core.primitives import broadcast_in_dim_p, cond_p
 
+from .._engine.jaxprs.flat import division
 from .._engine.jaxprs.inline import (
     depending,
     evaluate_equations,
@@ -28,7 +29,7 @@ from .._jax import dce_jaxpr, nbytes, where_written
 from .rows import Mixed, Part, Size, rule_of, through
 from .stream import Blocks, Stream, stream
 
-LOOP_BYTES = 256 * 2**20  # on the host, of the blocks of an iteration; more only if one leaf has more
+LOOP_BYTES = 256 * 2**20  # per device, of the blocks of an iteration; more only if one leaf has more
 
 
 class Input(NamedTuple):
@@ -138,12 +139,13 @@ class Update(NamedTuple):
     def _loops(self) -> list[list[int]]:
         """Return the leaves that stream, those of each loop."""
         loops: list[list[int]] = []
-        count = lambda leaf: self.blocks[leaf].number
-        for _, leaves in itertools.groupby(sorted(self.blocks, key=count), count):
+        number = lambda leaf: self.blocks[leaf].number
+        for _, leaves in itertools.groupby(sorted(self.blocks, key=number), number):
             size = LOOP_BYTES
             for leaf in leaves:
+                parts = number(leaf) * division(self.blocks[leaf].sharding).parts
                 of_leaf = (nbytes(self.jaxpr.outvars[n].aval) for n in self._of(leaf) if self.outputs[n].on_host)
-                size += (each := sum(of_leaf) // count(leaf))
+                size += (each := sum(of_leaf) // parts)
                 if size > LOOP_BYTES:
                     loops.append([])
                     size = each

@@ -8,7 +8,8 @@ import pytest
 from jax.sharding import AxisType, NamedSharding, PartitionSpec, SingleDeviceSharding
 from optax import contrib
 
-from jaxoffload import HostPoolFull, Policy, PolicyError, host_optimizer
+from jaxoffload import HostPoolFull, Policy, PolicyError, host_optimizer, scan, tag
+from jaxoffload._engine.host.need import held_by_arguments, need_of, refuse_what_does_not_fit
 from jaxoffload._jax import ELEMENTWISE
 from jaxoffload._optimizer.masters import join, split
 from jaxoffload.proof import exact_options
@@ -111,7 +112,9 @@ ROUNDED = {
     "clipped by each array's norm": lambda: optax.chain(optax.adaptive_grad_clip(0.1), optax.adam(1e-3)),
     "applied if finite": lambda: optax.apply_if_finite(optax.adam(1e-3), 3),
     "every second step": lambda: optax.MultiSteps(optax.adam(1e-3), 2).gradient_transformation(),
-    "muon, which multiplies the matrices of a layer": lambda: contrib.muon(1e-3),
+    "muon, which multiplies the matrices of a layer": lambda: contrib.muon(
+        1e-3, muon_weight_dimension_numbers={"layers": {"w": contrib.MuonDimensionNumbers(1, 2), "scale": None}}
+    ),
 }
 
 
@@ -120,6 +123,7 @@ def test_other_transformations_agree_up_to_rounding(name):
     tx, params = ROUNDED[name](), {"layers": params_in()["layers"]}
     ours = host_optimizer(tx, policy=ALL, shardings=ONE)
     found = after_steps(jax.jit(ours.apply), params, ours.init(params))
+    assert ours.placements(params)[1][2:4] == ("host", 4)
     close = lambda a, b: np.testing.assert_allclose(np.asarray(a), np.asarray(b), rtol=1e-5, atol=1e-6)
     jax.tree.map(close, (found[0], found[1].inner), after_steps(of_optax(tx), params, tx.init(params)))
 
@@ -372,3 +376,25 @@ def test_elementwise_primitives_are_those_that_jax_batches_so():
     kinds = {"vectorized_batcher", "broadcast_batcher"}
     for name in (ELEMENTWISE - own) & rules.keys():
         assert getattr(rules[name], "func", rules[name]).__name__ in kinds, name
+
+
+@pytest.mark.parametrize("typed", [True, False])
+def test_the_pool_holds_the_state_besides_what_layers_offload(typed, monkeypatch):
+    """Each array counts once, in whatever loops it is updated; gradients are computed in the same program."""
+    layer = lambda x, w: (jnp.tanh(tag(x @ w, "h")), None)
+    loss = lambda p, x: jnp.sum(scan(layer, x, p["layers"], policy=Policy({"h": "offload"}, min_offload_bytes=0))[0])
+    params, x = {"layers": jnp.ones((4, 16, 16))}, jnp.ones((8, 16))
+    tx = host_optimizer(optax.adam(1e-3), policy=ALL, shardings=ONE)
+
+    def step(params, state, x):
+        return tx.apply(jax.grad(loss)(params, x), params, state)
+
+    state = tx.init(params) if typed else jax.eval_shape(tx.first_state, params)
+    jaxpr = jax.make_jaxpr(step)(params, state, x)
+    rows, stacks = 4 * 8 * 16 * 4, 2 * 4 * 16 * 16 * 4
+    assert need_of(jaxpr).bytes() + held_by_arguments(jaxpr) == rows + stacks
+    monkeypatch.setenv("XLA_PJRT_GPU_HOST_MEMORY_LIMIT_GB", str((rows + stacks - 1) / 2**30))
+    with pytest.raises(
+        HostPoolFull, match="2.00 KiB per device, and 8.00 KiB are its arguments' there" if typed else "KiB"
+    ):
+        refuse_what_does_not_fit("check", jaxpr)

@@ -15,7 +15,7 @@ from jax.extend.core import Jaxpr, JaxprEqn, Var
 from jax.extend.core.primitives import broadcast_in_dim_p, cond_p, scan_p
 
 from .._engine.jaxprs.inline import evaluate_equations, read
-from .._engine.jaxprs.walk import nested
+from .._engine.jaxprs.walk import nested, operands_of
 from .._jax import CALLS, CUSTOM_RULES, ELEMENTWISE, IDENTITIES, REDUCTIONS
 
 Axes = list[int | None]  # of each value the axis along which it is rows; None for a value that is whole
@@ -138,7 +138,9 @@ def _cond(eqn: JaxprEqn, axes: Axes, size: Size) -> Rule:
 def _scan(eqn: JaxprEqn, axes: Axes, size: Size) -> Rule:
     """Rows may be constants and carried; what a scan goes through and what it stacks is whole."""
     params = eqn.params
-    body, consts, carried = params["jaxpr"], params["num_consts"], params["num_carry"]
+    body = params["jaxpr"]
+    is_carried = [operand is None for operand in operands_of(eqn, body)]
+    consts, carried = is_carried.index(True) if any(is_carried) else 0, sum(is_carried)
     while True:
         part = through(body, axes, size)
         before, after = axes[consts : consts + carried], part.axes[:carried]

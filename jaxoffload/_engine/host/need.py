@@ -1,13 +1,15 @@
 """Count what a program's scans, chains and checkpoints keep in the pinned host pool together, and refuse too much."""
 
+import itertools
 from typing import NamedTuple
 
 from jax.extend.core import Jaxpr
+from jax.extend.core.primitives import dynamic_slice_p, scan_p
 
 from ..._jax import BACKWARD, FORWARD, on_host
 from ..._text import readable
 from ..jaxprs.flat import Buffer, Op, Straight, straight
-from ..jaxprs.walk import nested
+from ..jaxprs.walk import nested, operands_of
 from .limit import HostPoolFull, auto_axes, host_pool_bytes
 
 
@@ -66,12 +68,29 @@ def _of_op(op: Op, program: Straight, returned: set[Buffer | None]) -> Need:
         need = Need(loops.stacks if eqn.primitive.name == FORWARD else ())
         inside = [(segment.layers, 1, need_of(segment.jaxpr, False)) for segment in loops.segments]
     else:
-        need = Need(other=sum(program.share(x) for x in op.results if on_host(x.aval) and x not in returned))
+        need = Need(other=sum(map(program.share, _stored_on_host(op, program) - returned)))
         length, unroll = eqn.params.get("length", 2), eqn.params.get("unroll", 1)  # 2: more than one
         inside = [(length, min(unroll, length), need_of(body, False)) for body in nested(eqn)]
     for length, times, one in inside:  # XLA inlines a loop of one iteration
         need = need.plus(Need(loops=((times, one),)) if length > 1 else one)
     return need
+
+
+def _stored_on_host(op: Op, program: Straight) -> set[Buffer]:
+    """Return the results of an op that need room on the host: not what a scan carries there, which it updates in place,
+    nor rows that a copy takes from a stack or writes into one."""
+    results = {x for x in op.results if on_host(x.aval)} - program.written
+    if op.eqn.primitive is scan_p:
+        is_carried = [operand is None for operand in operands_of(op.eqn, op.eqn.params["jaxpr"])]
+        carried = zip(op.results, itertools.compress(op.operands, is_carried), strict=False)
+        return results - {result for result, operand in carried if operand and on_host(operand.aval)}
+    return set() if op.eqn.primitive is dynamic_slice_p else results
+
+
+def held_by_arguments(jaxpr: Jaxpr) -> int:
+    """Return the bytes per device that a program's arguments have in host memory."""
+    program = straight(jaxpr)
+    return sum(program.share(x) for x in program.inputs if on_host(x.aval))
 
 
 def returned_on_host(jaxpr: Jaxpr) -> int:
@@ -86,9 +105,11 @@ def refuse_what_does_not_fit(caller: str, jaxpr: Jaxpr) -> None:
     Raises:
       HostPoolFull: it offloads more than the pinned host pool holds.
     """
-    pool = host_pool_bytes()
-    if pool is None or (total := (need := need_of(jaxpr)).bytes()) <= pool:
+    pool, held = host_pool_bytes(), held_by_arguments(jaxpr)
+    if pool is None or (total := (need := need_of(jaxpr)).bytes() + held) <= pool:
         return
-    fits = (layers for layers in reversed(range(need.most_layers())) if need.bytes(layers) <= pool)
-    message = f"all together would offload {readable(total)} per device; the pinned host pool holds {readable(pool)}"
+    fits = (layers for layers in reversed(range(need.most_layers())) if need.bytes(layers) + held <= pool)
+    of_arguments = f", and {readable(held)} are its arguments' there" if held else ""
+    message = f"all together would offload {readable(total - held)} per device{of_arguments}"
+    message += f"; the pinned host pool holds {readable(pool)}"
     raise HostPoolFull(caller, message, total, pool, next(fits, None), auto_axes())

@@ -88,6 +88,7 @@ class Straight(NamedTuple):
       named: the values that have a name, by it.
       stored: those that are in memory in any case: that go through an optimization barrier, across which nothing is
         fused, or that are updated in place.
+      written: those that are written into another in place.
     """
 
     ops: list[Op]
@@ -96,6 +97,7 @@ class Straight(NamedTuple):
     rows: dict[int, int]
     named: dict[str, Buffer]
     stored: set[Buffer]
+    written: set[Buffer]
 
     def share(self, buffer: Buffer, assumed: Division | None = None) -> int:
         """Return the bytes of a value per device; `assumed` is its division if nothing else is known."""
@@ -135,7 +137,7 @@ def straight(jaxpr: Jaxpr, opened_too: Collection[Primitive] = ()) -> Straight:
         if buffer.constraint and buffer.aval.shape:
             length, parts = buffer.aval.shape[0], buffer.constraint.rows
             rows[length] = min(rows.get(length, parts), parts)
-    return Straight(opening.ops, inputs, outputs, rows, opening.named, opening.stored)
+    return Straight(opening.ops, inputs, outputs, rows, opening.named, opening.stored, opening.written)
 
 
 class _Opening:
@@ -147,6 +149,7 @@ class _Opening:
         self.ops: list[Op] = []
         self.named: dict[str, Buffer] = {}
         self.stored: set[Buffer] = set()
+        self.written: set[Buffer] = set()
         self.depth = 0
 
     def new(self, var: Any) -> Buffer:
@@ -185,6 +188,8 @@ class _Opening:
             self.named[eqn.params["name"]] = operands[0]
         if name == BARRIER or eqn.primitive is dynamic_update_slice_p:
             self.stored.update(filter(None, operands if name == BARRIER else operands[:1]))
+        if eqn.primitive is dynamic_update_slice_p:
+            self.written.update(filter(None, operands[1:2]))
         passes_on = name in IDENTITIES or eqn.primitive is dynamic_update_slice_p or keeps_all_bits(eqn)
         if passes_on and operands and operands[0]:
             return operands[: len(eqn.outvars)]

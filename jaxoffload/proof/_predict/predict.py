@@ -9,7 +9,7 @@ import jax
 from jax.extend.core import Jaxpr
 
 from ..._engine.cost.cost import cost
-from ..._engine.host.need import need_of
+from ..._engine.host.need import held_by_arguments, need_of
 from ..._jax import without_remat3
 from ..._policy import Policy
 from ..._text import readable, short
@@ -174,7 +174,7 @@ def predicted(jaxpr: Jaxpr, args: tuple[Any, ...], machine: Machine, donated: bo
         computing_ms=1e3 * computing_seconds(jaxpr, args, machine),
         loops=fits_in(jaxpr, args, devices, machine),
         memory=Memory(arguments, kept, most - kept),
-        host=need_of(jaxpr).bytes(),
+        host=need_of(jaxpr).bytes() + held_by_arguments(jaxpr),
     )
 
 

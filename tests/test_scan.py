@@ -55,7 +55,7 @@ def test_any_number_of_layers_forwards_and_in_reverse(n):
     assert kept_bytes(ours[0], X, ws)[1] == (n * ONE if n > 1 else 0)  # one row is padding
 
 
-@pytest.mark.parametrize("unroll", [2, True])
+@pytest.mark.parametrize("unroll", [0, 2, True])
 def test_unroll(unroll):
     ours = lambda x, w: scan(body, x, w, unroll=unroll, policy=policy(RULES, resident_layers=0))
     reference = lambda x, w: lax.scan(plain(body), x, w, unroll=unroll)

@@ -4,7 +4,6 @@ import dataclasses
 import gzip
 import json
 import re
-from collections import Counter
 from pathlib import Path
 from types import SimpleNamespace
 from unittest.mock import Mock
@@ -18,7 +17,7 @@ import jaxoffload
 from jaxoffload.proof import page, read_profile
 from jaxoffload.proof._program import hlo
 from jaxoffload.proof._program.hlo import Copy, host_copies, parse
-from jaxoffload.proof._program.trace import Event, events_of, in_the_way, merged, overlap
+from jaxoffload.proof._program.trace import Event, events_of, in_the_way
 from jaxoffload.proof._report.profile import _steps, profile_of
 from jaxoffload.proof._verify import capacity as _capacity
 from jaxoffload.proof._verify import copies as _copies
@@ -34,14 +33,6 @@ STEP = {
     "Stream #70(MemcpyD2H)": [(D2H, "put.0", 8, 16), (D2H, "put.1", 18, 25), (D2D, "take.2", 25, 26)],
     "Stream #71(MemcpyH2D)": [(H2D, "get.1", 28, 33)],
 }
-
-
-def test_grouped_gemms_ran_nine_times_per_layer():
-    """In the profile of an H200: two steps of a scan over four layers whose gate and up were offloaded."""
-    with gzip.open(Path(__file__).parent / "data/moe.json.gz", "rt") as file:
-        made = json.load(file)
-    ran = Counter(name for _, name, *_ in made["events"])
-    assert ran["body_mosaic_gpu_kernel"] == made["steps"] * LAYERS["moe"] * 9
 
 
 @pytest.mark.claim("profile")
@@ -213,12 +204,6 @@ ENTRY %main (x: f32[4]) -> f32[4] {
     assert _copies.wrong_as_it_ran(ran[1:], parse(text), ()) == ["5 of 6 copies ran as copies"]
 
 
-def test_unions_and_overlaps():
-    assert merged([(5, 6), (0, 2), (1, 3), (3, 4)]) == [(0, 4), (5, 6)]
-    assert overlap([(0, 4), (5, 9)], [(1, 2), (3, 6), (8, 20)]) == 1 + 1 + 1 + 1
-    assert overlap([], [(0, 1)]) == overlap([(0, 1)], []) == 0
-
-
 # --- profile(), of a trace and a program made by hand
 
 
@@ -252,26 +237,12 @@ def layers_of(copies, *ops):
     return [m.layer for m in profile_of(events_of_copies(copies, *ops), copies, 1, "a GPU").moves]
 
 
-def test_an_odd_iteration_outside_the_loop_is_the_loops_first():
-    """Five iterations: XLA runs the first before the loop and pairs the others; twice."""
-    copy = lambda to_host, *rows: Copy("fc1", 20, "loop", rows, to_host)
-    copies = {"first": copy(True, 0), "a": copy(True, 1, 3), "b": copy(True, 2, 4)}
-    copies |= {"last": copy(False, 4), "c": copy(False, 3, 1), "d": copy(False, 2, 0)}
-    there, back = ["first", "a", "b", "a", "b"], ["last", "c", "d", "c", "d"]
-    assert layers_of(copies, *2 * (there + back)) == 2 * [None, 0, 1, 2, 3, 3, 2, 1, 0, None]
-
-
 def test_the_last_layers_copies_of_its_own_are_the_last_layers():
     """If no layer is resident: after the forward loop and before the backward loop; twice."""
     copy = lambda to_host, *rows: Copy("fc1", 20, "loop", rows, to_host)
     copies = {"write": copy(True, 0, 1, 2), "out": copy(True), "read": copy(False, 2, 1, 0), "in": copy(False)}
     there, back = [*["write"] * 3, "out"], ["in", *["read"] * 3]
     assert layers_of(copies, *2 * (there + back)) == 2 * [None, 0, 1, 2, 2, 1, 0, None]
-
-
-def test_a_chains_copies_are_its_layers_in_a_loop_too():
-    copies = {op: Copy("fc1", 20, "loop", (), op.startswith("put")) for op in ("put.a", "put.b", "get.b", "get.a")}
-    assert layers_of(copies, *2 * list(copies)) == 2 * [0, 1, 1, 0]
 
 
 def interleaved(microbatches, rows=3):

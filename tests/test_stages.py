@@ -13,11 +13,8 @@ from jax.sharding import PartitionSpec as P
 from microbatches import DIM, RULES, WORDS, language_model, layer, of_layers, one_by_one, ours, params_of, plain
 
 from jaxoffload import HostPoolFull, Policy, accumulate, compiler_options, evaluate, scan, tag, verify
-from jaxoffload._engine.jaxprs.walk import walk
-from jaxoffload._engine.microbatches.interleaved import is_staged
 from jaxoffload._engine.stages import collectives as stage_collectives
 from jaxoffload._engine.stages.chunk import Chunks
-from jaxoffload._engine.stages.last_rows import Cut, cut
 from jaxoffload._engine.stages.schedule import Tick
 from jaxoffload._jax import HOST
 from jaxoffload.proof import exact_options
@@ -26,7 +23,6 @@ from jaxoffload.proof._program.target import target_of
 from jaxoffload.proof._verify.conservation import conservation
 from jaxoffload.proof._verify.gradients import gradients
 from jaxoffload.proof._verify.placement import placement
-from jaxoffload.proof._verify.stages import put_on_host
 
 LAYERS = 8
 PARAMS = params_of(LAYERS)
@@ -542,20 +538,6 @@ def test_a_single_stage_interleaves():
     assert_same_bits(jax.tree.leaves(got), jax.device_get(jax.tree.leaves(expected)))
 
 
-@pytest.mark.parametrize(
-    "shape, layers, expected",
-    [
-        ((2, 8192, 4096), 12, Cut(1, 8)),  # 12 divides none: as many pieces as fit
-        ((2, 8192, 14336), 7, Cut(2, 7)),
-        ((3, 5), 4, Cut(0, 3)),
-        ((13,), 4, Cut(0, 1)),
-        ((), 4, Cut(0, 1)),
-    ],
-)
-def test_a_row_is_cut_in_as_many_pieces_as_layers_can_carry(shape, layers, expected):
-    assert cut(shape, layers) == expected
-
-
 def is_stack(path):
     return path[-1].key in ("w", "bias")
 
@@ -609,16 +591,6 @@ def a_second_set_of_slots(monkeypatch):
         return slot._replace(residuals=[r._replace(host=list(map(put, r.host))) for r in slot.residuals]), rows
 
     monkeypatch.setattr(Chunks, "empty_slot", again)
-
-
-@pytest.mark.parametrize("stages, groups, microbatches", [(2, 2, 6), (4, 1, 3)])
-def test_stages_put_on_the_host_what_goes_to_the_slots(stages, groups, microbatches):
-    """In a tick in which a stage is idle it puts nothing there."""
-    step, args, on_mesh = staged(groups, microbatches, stages)
-    with on_mesh:
-        (eqn,) = (site.eqn for site in walk(jax.make_jaxpr(step)(*args).jaxpr) if is_staged(site.eqn))
-    put, wanted = put_on_host(eqn)
-    assert put == wanted > 0
 
 
 PLANTED = {

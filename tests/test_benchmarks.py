@@ -36,7 +36,9 @@ def run(tmp_path, monkeypatch):
     def run(name, arguments):
         path = tmp_path / f"{name}.json"
         monkeypatch.setattr(sys, "argv", [name, *shlex.split(arguments), "--out", str(path)])
-        monkeypatch.delitem(sys.modules, f"benchmarks.{name}", raising=False)  # runpy warns of a module that was imported
+        monkeypatch.delitem(
+            sys.modules, f"benchmarks.{name}", raising=False
+        )  # runpy warns of a module that was imported
         for variable in ("XLA_PYTHON_CLIENT_MEM_FRACTION", "XLA_PJRT_GPU_HOST_MEMORY_LIMIT_GB"):
             monkeypatch.setenv(variable, "1")  # and what the benchmark sets is undone
         with jax.numpy_rank_promotion("allow"):

@@ -16,7 +16,7 @@ from jaxoffload._engine.microbatches import by_layers, gradient, interleaved
 from jaxoffload._engine.microbatches import ends as ends_of
 from jaxoffload._jax import HOST
 from jaxoffload._text import readable
-from jaxoffload.proof._program.target import padding_read, target_of
+from jaxoffload.proof._program.target import target_of
 from jaxoffload.proof._verify.conservation import conservation
 from jaxoffload.proof._verify.moves import producers
 
@@ -271,13 +271,6 @@ def test_a_step_on_a_mesh_runs_the_references_collectives(kind):
     with jax.set_mesh(mesh) if kind is AxisType.Explicit else nullcontext():
         found = verify(step_under(), on(WEIGHTS), on(MICROBATCHES, None, "d"))
     assert verdicts(found) == dict.fromkeys(CLAIMS, "holds") | {"copies": "not checked"}, found
-
-
-def test_each_microbatch_may_read_a_padding_row_of_each_stack():
-    rules = policy({"x": "offload", "fc1": "offload"})
-    of_a_loss = padding_read(jax.make_jaxpr(jax.grad(loss_under(rules)))(WEIGHTS, MICROBATCHES[0]))
-    of_a_step = padding_read(jax.make_jaxpr(step_under(rules))(WEIGHTS, MICROBATCHES))
-    assert (of_a_loss, of_a_step) == (2 * ROW, 4 * 2 * ROW)
 
 
 def test_a_step_has_no_table_and_says_whose_it_is():

@@ -9,10 +9,8 @@ import random
 from collections.abc import Callable, Mapping
 from typing import Any, NamedTuple
 
-import equinox as eqx
 import jax
 import jax.numpy as jnp
-from flax import linen
 from jax import lax
 from jax.ad_checkpoint import checkpoint_name
 
@@ -42,12 +40,6 @@ def layer_norm(x, scale, bias):
     return (x - mean) * lax.rsqrt(var + 1e-5) * scale + bias
 
 
-def layer_norm_fast(x, scale, bias):
-    """As Flax computes it: the variance from the mean of squares."""
-    mean, squares = jnp.mean(x, -1, keepdims=True), jnp.mean(x * x, -1, keepdims=True)
-    return (x - mean) / jnp.sqrt(squares - mean * mean + 1e-5) * scale + bias
-
-
 def rms_norm(x, scale, bias):
     """As Llama computes it: in float32, whatever the layer's dtype."""
     wide = x.astype(jnp.float32)
@@ -55,7 +47,7 @@ def rms_norm(x, scale, bias):
     return (wide * scale.astype(jnp.float32)).astype(x.dtype)
 
 
-NORMS = {"layer_norm": layer_norm, "layer_norm_fast": layer_norm_fast, "rms_norm": rms_norm}
+NORMS = {"layer_norm": layer_norm, "rms_norm": rms_norm}
 ACTIVATIONS = {
     "gelu_exact": functools.partial(jax.nn.gelu, approximate=False),
     "gelu_tanh": functools.partial(jax.nn.gelu, approximate=True),
@@ -76,11 +68,6 @@ def mlp(norm, act, drop, x, w, key, tag):
     up = tag(NORMS[norm](x, w["scale"], w["bias"]) @ w["in"] + w["b_in"], "fc1")
     out = tag(ACTIVATIONS[act](up), "act") @ w["out"]
     return dropout(out, key) if drop else out
-
-
-def gated(norm, act, x, w, key, tag):
-    h = tag(NORMS[norm](x, w["scale"], w["bias"]), "norm")
-    return tag(ACTIVATIONS[act](tag(h @ w["in"], "fc1")) * (h @ w["up"]), "act") @ w["out"]
 
 
 def attention(norm, by_hand, drop, x, w, key, tag):
@@ -122,31 +109,6 @@ def mixture(x, w, key, tag):
     return jnp.einsum("bse,besf,efd->bsd", gates, jax.nn.silu(up), w["experts_out"])
 
 
-def recurrence(x, w, key, tag):
-    """A gated sum over the sequence."""
-    decay = jax.nn.sigmoid(tag(x @ w["square"], "decay"))
-    return tag(jnp.cumsum(decay * x, 1), "state") / (1 + jnp.cumsum(decay, 1))
-
-
-def of_equinox(x, w, key, tag):
-    """Blocks that are Equinox modules, with our weights."""
-    norm = eqx.tree_at(lambda m: (m.weight, m.bias), eqx.nn.LayerNorm(x.shape[-1]), (w["scale"], w["bias"]))
-    empty = eqx.filter_eval_shape(eqx.nn.Linear, *w["in"].shape, key=jax.random.key(0))
-    linear = eqx.tree_at(lambda m: (m.weight, m.bias), empty, (w["in"].T, w["b_in"]))
-    h = tag(jax.vmap(jax.vmap(norm))(x), "norm")
-    up = tag(jax.vmap(jax.vmap(linear))(h), "fc1")
-    return eqx.nn.Dropout(0.25)(jax.nn.gelu(up), key=key) @ w["out"]
-
-
-def of_linen(x, w, key, tag):
-    """Blocks that are Flax Linen modules, with our weights."""
-    h = linen.LayerNorm(dtype=x.dtype).apply({"params": {"scale": w["scale"], "bias": w["bias"]}}, x)
-    up = linen.Dense(w["in"].shape[1], dtype=x.dtype).apply({"params": {"kernel": w["in"], "bias": w["b_in"]}}, h)
-    act = tag(linen.gelu(tag(up, "fc1")), "act")
-    act = linen.Dropout(0.25, deterministic=False).apply({}, act, rngs={"dropout": key})
-    return act @ w["out"]
-
-
 def _blocks(dice: random.Random, dim: int, wide: int) -> dict[str, Block]:
     norm, act, drop = dice.choice(list(NORMS)), dice.choice(list(ACTIVATIONS)), dice.random() < 0.5
     by_hand, maybe = dice.random() < 0.5, lambda fact, word: f", {word}" if fact else ""
@@ -155,7 +117,6 @@ def _blocks(dice: random.Random, dim: int, wide: int) -> dict[str, Block]:
     head = dim // HEADS
     return {
         f"mlp({norm}, {act}{maybe(drop, 'dropout')})": Block(functools.partial(mlp, norm, act, drop), linear),
-        f"gated({norm}, {act})": Block(functools.partial(gated, norm, act), {**linear, "up": (dim, wide)}),
         f"attention({norm}{maybe(by_hand, 'by hand')}{maybe(drop, 'dropout')})": Block(
             functools.partial(attention, norm, by_hand, drop),
             {**scale, **dict.fromkeys("qkv", (dim, HEADS, head)), "o": (HEADS, head, dim)},
@@ -163,9 +124,6 @@ def _blocks(dice: random.Random, dim: int, wide: int) -> dict[str, Block]:
         f"conv({act})": Block(functools.partial(conv, act), {"kernel": (3, dim, dim), "depthwise": (3, 1, dim)}),
         "tied matmuls": Block(tied_matmuls, {"square": (dim, dim)}),
         "mixture": Block(mixture, {"router": (dim, 3), "experts_in": (3, dim, wide), "experts_out": (3, wide, dim)}),
-        "recurrence": Block(recurrence, {"square": (dim, dim)}),
-        "equinox": Block(of_equinox, linear),
-        "linen": Block(of_linen, linear),
     }
 
 

@@ -54,7 +54,7 @@ def loss(drawn, x, w, keys):
 @on_cpu_and_gpu
 @pytest.mark.parametrize("seeds", BATCHES, ids=str)
 def test_layers_in_other_peoples_styles_have_their_references_gradients(seeds, device):
-    """LayerNorm, dropout, GELU, softmax by hand, einsums, convolutions, float32 islands, Equinox, Linen."""
+    """LayerNorm, dropout, GELU, softmax by hand, einsums, convolutions, float32 islands."""
     losses, args, _ = drawn(seeds)
     target = target_of(lambda args: sum(losses(args)), (args,))
     program, run = target.exact_programs()

@@ -11,13 +11,12 @@ import jax
 import jax.numpy as jnp
 import pytest
 
-from benchmarks import bench, dense, losses, plans, stages, sweep
+from benchmarks import bench, dense, losses, plans, stages
 from jaxoffload import Policy
 
 pytestmark = pytest.mark.usefixtures("compiled_fast")
 GATE, ALL = "gate moved, the rest saved", "all moved"
 LAYERS = "--layers 4 --seq 512 --d_model 64 --kv_heads 1 --head_dim 32 --attention xla --steps 1 --rounds 1 "
-WIDE = "--batch 8 --seqs 256 --d_model 256 --head_dim 128 "  # 1 MiB per layer is the least that moves
 EXPERTS = "--experts 4 --d_expert 16 --grouped ragged "
 RUNS = {
     "dense": f"--modes remat ours ours_saved --variants overlap {LAYERS}",
@@ -83,20 +82,6 @@ PATHS = {name: [()] for name in RUNS} | {
     "frameworks": [("frameworks", "linen"), ("frameworks", "nnx")],
     "grouped": [("groups", division) for division in ("even", "falling", "skewed")],
 }
-
-
-@pytest.mark.slow
-def test_a_sweep_says_what_moved(tmp_path, monkeypatch):
-    monkeypatch.setattr(sweep, "ORDER", ("layer_input",))
-    path = tmp_path / "sweep.json"
-    monkeypatch.setattr(sys, "argv", ["sweep", *shlex.split(LAYERS + WIDE), "--out", str(path)])
-    with jax.numpy_rank_promotion("allow"):
-        bench.main("sweep", sweep.parse(), sweep.groups, lambda *_: {})
-    modes = json.loads(path.read_text())["seq"]["256"]["modes"]
-    found = [(of["how"], of["moved"], of["host_gib"] > 0) for of in modes.values()]
-    moved = [(how, ["layer_input"], True) for how in ("jaxoffload", "JAX", *[sweep.SHARE] * 3)]
-    assert found == [(sweep.RECOMPUTED, [], False), *moved]
-    assert all(of["step_ms"] > 0 for of in modes.values()) and sweep.free_gib(modes) is None
 
 
 @pytest.mark.slow

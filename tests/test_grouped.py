@@ -33,10 +33,9 @@ from common import (
 from jax import lax
 
 from jaxoffload import chain, checkpoint, residuals, scan, scope, tag
-from jaxoffload._engine.decide import jax_patches
 from jaxoffload.grouped import GroupedTensor, _backend, chosen_backend, grouped_matmul, te
 from jaxoffload.grouped._interface import column_wise, row_wise
-from jaxoffload.grouped._ragged_fp8 import E4M3, RAGGED_FP8, from_columns, group_of, to_columns
+from jaxoffload.grouped._ragged_fp8 import E4M3, RAGGED_FP8, from_columns, group_of
 
 FLOAT, FP8 = jnp.float32, "float8_e4m3fn"
 SIZES = np.array([3, 0, 7, 4], np.int32)
@@ -189,18 +188,6 @@ def test_transformer_engines_fp8_is_the_emulations():
     assert (errors(got, [np.asarray(a, np.float64) for a in want]) < 4e-3).all()
 
 
-def test_quantised_columns_are_each_group_transposed():
-    x, sizes = normal(0, (16, 3)), jnp.asarray(SIZES)
-    flat, start = [], 0
-    for size in (*SIZES, 16 - SIZES.sum()):
-        flat.append(np.asarray(x)[start : start + size].T.reshape(-1))
-        start += size
-    columns = to_columns(x, sizes)
-    assert columns.shape == (3, 16) and (np.asarray(columns).reshape(-1) == np.concatenate(flat)).all()
-    assert (from_columns(columns, sizes) == x).all()
-    assert (to_columns(x, jnp.array([16], jnp.int32)) == x.T).all()
-
-
 def test_quantised_groups_have_their_own_scale():
     x = jnp.concatenate([jnp.full((3, 2), 1e-3), jnp.full((7, 2), 50.0), jnp.zeros((4, 2)), jnp.full((2, 2), 9e9)])
     q = quantized(x, jnp.asarray(SIZES), E4M3)
@@ -322,6 +309,12 @@ def installed(monkeypatch, tmp_path):
     return install
 
 
+@pytest.mark.parametrize("version", ["2.15.0", "2.20.0.dev0+d0067d0"])
+def test_a_newer_transformer_engine_is_taken(stand_in, installed, version):
+    installed(version)
+    assert te.importable()
+
+
 @pytest.mark.parametrize("version", ["2.9", "2.14.1"])
 def test_a_transformer_engine_that_is_too_old_is_not_used_and_one_message_says_so(stand_in, installed, version):
     installed(version)
@@ -331,12 +324,6 @@ def test_a_transformer_engine_that_is_too_old_is_not_used_and_one_message_says_s
         f"grouped_matmul: backend 'te': TransformerEngine {version} is too old; must be at least 2.15, as the extra "
         "jaxoffload[te] installs it, or with CUDA 13 jaxoffload[te-cuda13]"
     )
-
-
-@pytest.mark.parametrize("version", ["2.15.0", "2.20.0.dev0+d0067d0"])
-def test_a_newer_transformer_engine_is_taken(stand_in, installed, version):
-    installed(version)
-    assert te.importable()
 
 
 def test_the_extras_ask_for_the_transformer_engine_that_is_needed():
@@ -624,14 +611,6 @@ x = jnp.ones(2)
 assert kept()
 """
     subprocess.run([sys.executable, "-c", program], check=True, cwd=ROOT)
-
-
-def test_a_jax_whose_reduce_precision_is_another_keeps_no_float8(monkeypatch):
-    keep = jax_patches.keep_float8_bits.__wrapped__
-    monkeypatch.setattr(jax_patches, "register_lowering", lambda *_: pytest.fail("registered"))
-    monkeypatch.setattr(jax.lax, "reduce_precision", lambda x, *_: jnp.sin(x))
-    with pytest.raises(NotImplementedError, match=r"has a reduce_precision of another form.*sin"):
-        keep()
 
 
 @pytest.mark.parametrize("dtype", [E4M3, jnp.float8_e5m2])

@@ -349,14 +349,6 @@ def test_what_the_layers_of_an_interleaved_scan_run_again_counts(pool, decision)
         check(accumulate(loss), WS, jnp.stack([X] * 3), policy=outer)
 
 
-def test_save_is_judged_together_too(pool):
-    """Each stack alone fits in the pool; together they do not."""
-    rules = policy({"fc1": "offload"}, resident_layers=0, on_host_full="save")
-    pool(4 * ONE)
-    with pytest.warns(UserWarning, match="enough for 3"), pytest.raises(MemoryError, match=r"offload_layers: 1\)"):
-        check(jax.grad(lambda x, w: stacks_under(rules, x, w)), X, WS, policy=rules)
-
-
 def test_compiler_options_are_xlas_on_gpu_and_empty_on_cpu():
     assert compiler_options() == compiler_options("cpu") == {}
     options = compiler_options("gpu")

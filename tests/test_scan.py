@@ -1,5 +1,7 @@
-"""scan(): lax.scan's behaviour, with our residuals. Only public behaviour is tested, so any engine must pass. Some tests
-are JAX's own of lax.scan (tests/lax_control_flow_test.py), with a policy that offloads."""
+"""scan(): lax.scan's behaviour, with our residuals. Only public behaviour is tested, so any engine must pass.
+
+Some tests are JAX's own of lax.scan (tests/lax_control_flow_test.py), with a policy that offloads.
+"""
 
 import functools
 import itertools

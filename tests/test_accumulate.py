@@ -155,14 +155,6 @@ def test_resident_layers_recompute_nothing_beside_layers_that_do():
     assert runs(jaxpr, "dot_general") == 3 * (6 + 2 + 2 * 6)
 
 
-def test_reversed_and_unrolled():
-    def loss_of(stack, params, x):
-        y, sizes = stack(layer, x, of_layers(params), RULES, reverse=True, unroll=2)
-        return jnp.sum(y**2) + jnp.sum(sizes)
-
-    assert_equal(loss_of, [normal(5, (4, 2, DIM))])
-
-
 def test_sums_and_several_arguments():
     def loss_of(stack, mixer, weights, x, bias):
         y, _ = stack(layer, x, {"w": weights, "bias": bias}, RULES)

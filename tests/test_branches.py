@@ -172,14 +172,6 @@ def test_a_batched_predicate_around_what_offloads_is_refused_in_one_message(make
     assert_close(jax.jit(jax.vmap(one({"u": "save"})))(ps, xs), each)
 
 
-def test_a_gradient_in_a_branch_of_a_batched_predicate():
-    """Its residuals stay inside the branch."""
-    f = gradient(in_scan(lambda x, w: (jnp.sin(tag(x @ w, "u")), None), {"u": "offload"}))
-    step = lambda p, x: lax.cond(p, lambda x: f(x, W), lambda x: x, x)
-    got = jax.jit(jax.vmap(step))(jnp.array([True, False]), jnp.stack([X, -X]))
-    assert_close(got, jnp.stack([jax.jit(f)(X, W), -X]))
-
-
 # ------------------------------------------------------------------------------------------------- what is rerun
 
 

@@ -252,10 +252,3 @@ def test_a_start_reads_no_more_than_it_evaluates(config, monkeypatch, tmp_path):
     source = data.open_data(changed(config, "data", path=f"{tmp_path}/*.txt"))
     next(source.batches)
     assert len(set(read)) < 100
-
-
-def test_the_baseline_is_the_entropy_of_what_is_held_out(config):
-    source = data.open_data(config)
-    tokens = np.concatenate(source.held_out).ravel()
-    logs = [np.log(np.mean(tokens == token)) for token in tokens]
-    np.testing.assert_allclose(source.unigram, -np.mean(logs), rtol=1e-12)

@@ -119,12 +119,6 @@ def test_residuals_win_over_offload_modules(pattern):
         assert p.match("layer_input") == ("layer_input", "offload")
 
 
-def test_one_layer_and_all_layers_are_different_policies():
-    one, every = Policy(offload_layers=1), Policy(offload_layers=1.0)
-    assert one != every and every == Policy(offload_layers="all") and Policy(offload_layers=0.0).offload_layers == 0
-    assert (one.offloaded_layers(9), every.offloaded_layers(9)) == (1, 8)
-
-
 @pytest.mark.parametrize(
     "size, expected",
     [

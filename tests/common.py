@@ -21,24 +21,12 @@ from jaxoffload import Policy, accumulate
 from jaxoffload._engine.jaxprs.walk import walk
 from jaxoffload._engine.microbatches.interleaved import interleaved_p
 from jaxoffload.grouped import te
-from jaxoffload.proof import Bus, Machine, exact_options
+from jaxoffload.proof import exact_options
 
 ROOT = Path(__file__).parents[1]
-# With one rate for all matmuls, so that times can be computed by hand.
-ONE_RATE = Machine(
-    device="NVIDIA H200",
-    gpus=1,
-    jaxlib="0.11.2",
-    one=Bus(53.5, 53.5, 41.0),
-    all=Bus(53.5, 53.5, 41.0),
-    gemm_tflops=672.3,
-    attention_tflops=(581.9, 529.2),
-    hbm_gb_s=3887.3,
-)
 PATIENCE = 300  # seconds that a test waits for a process, because the machine may be busy
-# Overrides for short runs. The learning rate of CONSTANT does not depend on the number of steps.
+# Overrides for short runs.
 SHORT = ("mesh.data=8", "model.layers=1", "train.checkpoint_every=2", "train.eval_every=100", "train.warmup_steps=0")
-CONSTANT = (*SHORT, "train.final_learning_rate_fraction=1", "train.learning_rate=1e-3")
 _started: list[subprocess.Popen] = []
 
 # `make test-gpu` selects the second.

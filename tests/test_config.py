@@ -30,24 +30,18 @@ BAD_VALUES = {
     "remat.offload_layer=2": ("remat.offload_layer = 2: ", "no such key; the nearest is offload_layers"),
     # types and choices
     "train.steps=ten": ("train.steps = 'ten': ", "could not be converted to Integer"),
-    "train.steps=1.5": ("train.steps = 1.5: ", "could not be converted to Integer"),
-    "train.steps=true": ("train.steps = True: ", "could not be converted to Integer"),
     "train.steps=": ("train.steps = None: ", "for field of type 'int'"),
     "data.path=[a.txt, 3]": ("data.path = ['a.txt', 3]: ", "incompatible with type hint 'Union[str, tuple[str, ...]]'"),
     "model.attention=cudn": ("model.attention = 'cudn': ", "expected one of ['xla', 'cudnn', 'te']"),
     "train.out=${data.nothing}": ("train.out = '${data.nothing}': ", "not found"),
     # ranges
     "model.layers=0": ("model.layers = 0: ", "must be above 0"),
-    "mesh.fsdp=-1": ("mesh.fsdp = -1: ", "must be above 0"),
     "train.learning_rate=.inf": ("train.learning_rate = inf: ", "must be above 0"),
-    "train.clip_norm=.nan": ("train.clip_norm = nan: ", "must be above 0"),
     "train.beta2=1": ("train.beta2 = 1: ", "must be at most 0.9999"),
-    "train.weight_decay=-0.1": ("train.weight_decay = -0.1: ", "must be at least 0"),
     "data.valid_fraction=0.9": ("data.valid_fraction = 0.9: ", "must be at most 0.5"),
     # one key against another
     "train.batch_size=100000000": ("train.batch_size * train.seq_len * ", "must be below 2**31"),
     "model.kv_heads=3": ("model.kv_heads = 3: ", "must divide model.heads = 4"),
-    "model.heads=6": ("model.heads = 6: ", "must divide model.d_model = 64"),
     "model.head_dim=5": (
         "model.d_model / model.heads or model.head_dim = 5: ",
         "must be even; RoPE rotates pairs",

@@ -7,7 +7,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from common import assert_close, fast_compiles
+from common import assert_close
 from flax import nnx
 
 import jaxoffload
@@ -18,6 +18,7 @@ from models.sharding import abstract_mesh, make_mesh
 from models.step import program, shardings_of
 from models.transformer import Transformer, training_loss
 
+pytestmark = pytest.mark.usefixtures("compiled_fast")
 END = 7
 TINY = Model(vocab_size=300, layers=2, d_model=32, heads=4, kv_heads=2, d_ff=48, dtype="float32")
 EXPERTS = replace(TINY, experts=4, d_expert=24, grouped="ragged")
@@ -82,12 +83,6 @@ def metrics_of(overrides: dict, mesh: Mesh, end: int = END) -> dict[str, np.ndar
     _, tokens = packed(LENGTHS * 2)
     tokens = jax.device_put(jnp.asarray(tokens, jnp.int32), made.tokens.sharding)
     return jax.device_get(jax.jit(made.step)(state._replace(params=params), tokens)[1])
-
-
-@pytest.fixture(autouse=True)
-def compiled_fast():
-    with fast_compiles():
-        yield
 
 
 @pytest.mark.slow

@@ -213,7 +213,6 @@ def derived(f):
         # XLA allocates the stacks of both gradients before it computes either.
         "one after another": (lambda x, w: one(x, w - one(x, w)), 2 * both),
         "single ones, which XLA inlines": (lambda x, w: single(x, single(x, w)), 2 * both),
-        "loops one after another": (lambda x, w: over(1)(x, over(1)(x, w)), both),
         "a loop and a gradient": (lambda x, w: over(1)(x, one(x, w)), 2 * both),
         "either": (lambda x, w: jax.lax.cond(x[0, 0] > 0, one, lambda x, w: w, x, w), both),
     }

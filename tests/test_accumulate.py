@@ -17,6 +17,7 @@ from common import (
     in_a_loop,
     normal,
     on_cpu_and_gpu,
+    one_by_one,
     policy,
     run,
     run_each,
@@ -25,7 +26,7 @@ from common import (
 from jax import lax
 from jax.extend.core.primitives import device_put_p, dot_general_p
 from jax.sharding import AxisType, NamedSharding, PartitionSpec
-from microbatches import DIM, RULES, WORDS, language_model, layer, of_layers, one_by_one, ours, params_of, plain
+from microbatches import DIM, RULES, WORDS, language_model, layer, of_layers, ours, params_of, plain
 
 from jaxoffload import Policy, PolicyError, accumulate, chain, evaluate, offload, scan, tag
 from jaxoffload._engine.jaxprs.walk import walk

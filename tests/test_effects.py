@@ -20,6 +20,7 @@ from common import (
     in_a_loop,
     kept_bytes,
     normal,
+    one_by_one,
     place,
     policy,
     run,
@@ -214,16 +215,13 @@ def with_references(stack, counter, w, x):
 
 @pytest.mark.claim("accumulated-takes")
 def test_a_loss_with_references_accumulates():
-    def microbatches(w, interleaved):
-        xs, counter = jnp.stack([X, -X, 2 * X]), jax.new_ref(jnp.float32(0))
-        loss = functools.partial(with_references, by_scan if interleaved else by_jax, counter)
-        if interleaved:
-            return accumulate(loss, reduction="sum")(w, xs), counter[...]
-        add = lambda sums, x: (jax.tree.map(jnp.add, sums, jax.value_and_grad(loss)(w, x)), None)
-        return lax.scan(add, (jnp.float32(0), jnp.zeros_like(w)), xs)[0], counter[...]
+    def microbatches(run, stack, w):
+        counter = jax.new_ref(jnp.float32(0))
+        return run(functools.partial(with_references, stack, counter))(w, jnp.stack([X, -X, 2 * X])), counter[...]
 
-    assert count(jax.make_jaxpr(lambda w: microbatches(w, True))(W), "jaxoffload_interleaved") == 1
-    ours, plain = (jax.jit(microbatches, static_argnums=1)(W, interleaved) for interleaved in (True, False))
+    ours, plain = (functools.partial(microbatches, *how) for how in ((accumulate, by_scan), (one_by_one, by_jax)))
+    assert count(jax.make_jaxpr(ours)(W), "jaxoffload_interleaved") == 1
+    ours, plain = (jax.jit(f)(W) for f in (ours, plain))
     jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-5, atol=1e-5), ours, plain)
 
 

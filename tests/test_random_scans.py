@@ -19,7 +19,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from common import assert_same_bits, exact_options, in_a_loop, kept_bytes, normal, policy, saving, total
+from common import assert_same_bits, exact_options, in_a_loop, kept_bytes, normal, one_by_one, policy, saving, total
 from hypothesis import HealthCheck, given, note, seed, settings
 from hypothesis import strategies as st
 from jax import lax
@@ -252,26 +252,17 @@ MICROBATCHES = 4
 
 def accumulated(program, through):
     """As `values_and_gradients`, over microbatches that differ in a factor and in all that is not differentiated."""
+    run = accumulate if through is through_ours else one_by_one
 
     def f(inputs):
-        def loss(chosen, microbatch):
-            factor, others = microbatch
+        def loss(chosen, factor, others):
             value, out = loss_of(program, through, [others.get(i, x) for i, x in enumerate(inputs)], chosen)
             return factor * value, out
 
-        chosen = [inputs[i] for i in program.differentiated]
         every = [arrays(program, 100 * number) for number in range(MICROBATCHES)]
         others = {i: jnp.stack(xs) for i, xs in enumerate(zip(*every, strict=True)) if i not in program.differentiated}
-        batch = 1.0 + jnp.arange(MICROBATCHES), others
-        if through is through_ours:
-            (_, out), gradients = accumulate(loss, has_aux=True, reduction="sum")(chosen, batch)
-        else:
-
-            def add(sums, microbatch):
-                (_, out), gradients = jax.value_and_grad(loss, has_aux=True)(chosen, microbatch)
-                return jax.tree.map(jnp.add, sums, gradients), out
-
-            gradients, out = lax.scan(add, jax.tree.map(jnp.zeros_like, chosen), batch)
+        chosen = [inputs[i] for i in program.differentiated]
+        (_, out), gradients = run(loss, has_aux=True, reduction="sum")(chosen, 1.0 + jnp.arange(MICROBATCHES), others)
         return bits(out), gradients
 
     return f

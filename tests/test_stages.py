@@ -6,11 +6,11 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from common import assert_close, assert_same_bits, normal
+from common import assert_close, assert_same_bits, normal, one_by_one
 from jax import lax
 from jax.sharding import AxisType, NamedSharding, PartitionSpec
 from jax.sharding import PartitionSpec as P
-from microbatches import DIM, RULES, WORDS, language_model, layer, of_layers, one_by_one, ours, params_of, plain
+from microbatches import DIM, RULES, WORDS, language_model, layer, of_layers, ours, params_of, plain
 
 from jaxoffload import HostPoolFull, Policy, accumulate, compiler_options, evaluate, scan, tag, verify
 from jaxoffload._engine.stages import collectives as stage_collectives

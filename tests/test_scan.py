@@ -179,8 +179,8 @@ def test_vmap_in_any_order_with_grad():
     weights = jnp.stack([WS, WS + 0.1, WS - 0.1])
     ours = lambda x, w: scan(body, x, w, policy=OFF)
     reference = lambda x, w: lax.scan(plain(body), x, w)
-    cases = [((0, None), many, WS), ((None, 0), X, weights), ((0, 0), many, weights)]
-    cases += [((1, None), jnp.moveaxis(many, 0, 1), WS), ((2, 3), *(jnp.moveaxis(a, 0, -1) for a in (many, weights)))]
+    cases = [((0, None), many, WS), ((None, 0), X, weights)]
+    cases += [((2, 3), *(jnp.moveaxis(a, 0, -1) for a in (many, weights)))]
     for axes, *args in cases:
         grad_vmap = [gradient(jax.vmap(f, axes), (0, 1)) for f in (ours, reference)]
         vmap_grad = [jax.vmap(gradient(f, (0, 1)), axes) for f in (ours, reference)]

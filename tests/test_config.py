@@ -58,6 +58,8 @@ BAD_VALUES = {
     "train.loss_chunk=48": ("train.loss_chunk = 48: ", "must divide train.seq_len = 64"),
     "train.warmup_steps=10": ("train.warmup_steps = 10: ", "must be below train.steps = 10"),
     "mesh.stage=3; model.vocab_size=513": ("mesh.stage * train.virtual_stages = 3: ", "model.dense_layers = 2"),
+    "mesh.stage=2; train.interleave=false": ("train.interleave = False: ", "must be true where mesh.stage = 2"),
+    "mesh.stage=2; model.vocab_size=513": ("mesh.stage * mesh.tensor = 2: ", "must divide model.vocab_size = 513"),
     "train.virtual_stages=2": ("train.virtual_stages = 2: ", "must be 1 where mesh.stage = 1"),
     "model.attention=te; data.document_mask=true": ("data.document_mask = True: ", "whose kernels limit documents"),
     # the policy

@@ -182,19 +182,6 @@ def test_an_eager_loop_traces_once_a_function():
     assert len(traced) == 1
 
 
-def test_functions_without_names_stay_shared_in_the_compiled_module():
-    inner = jax.jit(lambda x: jnp.sin(x * 2))
-
-    def f(x, w):
-        h = tag(jnp.sin(x @ w), "fc1")
-        for _ in range(5):
-            h = inner(h)
-        return h
-
-    functions = lambda g: jax.jit(gradient(g)).lower(X, W).as_text().count("func.func")
-    assert functions(checkpoint(f, policy=policy({"fc1": "save"}, dots="save"))) <= functions(save_fc1(f)) + 1
-
-
 INNER = {
     "checkpoint": lambda f: checkpoint(f, policy=policy(), strict=False),
     "chain": lambda f: lambda x: chain([lambda x, _: f(x)], x, [None], policy=policy(), strict=False),

@@ -466,6 +466,7 @@ def made_step():
     return loss, step, layers, nnx.Optimizer(layers, optax.adam(1e-3), wrt=nnx.Param)
 
 
+@pytest.mark.slow
 @pytest.mark.claim("nnx-steps")
 def test_a_step_that_changes_modules_in_place_is_verified():
     _, step, layers, optimizer = made_step()

@@ -54,15 +54,6 @@ def test_nothing_else_imports_the_interpreters_or_the_internals(name):
     assert [m for m in (*imported(OTHERS[name]), *strings(OTHERS[name])) if m.startswith(INTERNAL)] == []
 
 
-def test_each_use_of_the_interpreters_stands_once_and_says_what_for_and_since_when():
-    uses = [
-        line for line in (ROOT / "_jax.py").read_text().splitlines() if re.search(r"\b(ad|batching|mlir|pe)\.", line)
-    ]
-    assert uses
-    for line in uses:
-        assert re.fullmatch(r"\w+ = \w+\.\w+  # .+; 0\.\d+(\.\d+)?", line), line
-
-
 def test_the_named_primitives_exist():
     """If JAX renames or drops a name, this finds it, rather than a residual that is kept twice."""
     sets = [

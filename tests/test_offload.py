@@ -461,6 +461,7 @@ class Nnx(nnx.Module):
         return x + self.down(self.dropout(nnx.gelu(checkpoint_name(self.up(x), "fc1"))))
 
 
+@pytest.mark.slow
 def test_nnx_modules_are_arguments_and_what_layers_change_in_them_is_changed():
     make = nnx.split_rngs(splits=3)(nnx.vmap(Nnx))
     run = nnx.scan(in_axes=(0, nnx.Carry), out_axes=nnx.Carry)(

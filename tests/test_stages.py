@@ -189,10 +189,8 @@ def test_passes_that_nobody_reads_find_numbers_of_any_kind_and_offsets_in_range(
     assert found and found <= set(range(DIM))
 
 
-@pytest.mark.parametrize(
-    "virtual_stages, microbatches, options",
-    [(2, 3, {}), pytest.param(1, 11, exact_options(), marks=pytest.mark.slow)],
-)
+@pytest.mark.slow
+@pytest.mark.parametrize("virtual_stages, microbatches, options", [(2, 3, {}), (1, 11, exact_options())])
 def test_what_stages_alone_compute_has_the_same_bits(virtual_stages, microbatches, options):
     """Nothing else is divided: the layers' gradients are sums of the same numbers in the same order. With eleven
     microbatches there is a loop over ticks, which XLA:CPU rounds in its own way unless it is told not to."""
@@ -284,7 +282,7 @@ def grouped(stack, params, x):
     return jnp.mean(y**2) + jnp.mean(params["w"] ** 2)
 
 
-@pytest.mark.parametrize("stages", [None, "stage"])
+@pytest.mark.parametrize("stages", [None, pytest.param("stage", marks=pytest.mark.slow)])
 @pytest.mark.usefixtures("compiled_fast")
 def test_layers_that_are_stored_in_groups(stages):
     in_groups = lambda w: w.reshape(2, LAYERS // 2, *w.shape[1:])

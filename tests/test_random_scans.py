@@ -85,13 +85,6 @@ class Tag(NamedTuple):
     keep: bool = False
 
 
-class CustomVjp(NamedTuple):
-    """sin, whose forward rule names its residual."""
-
-    name: str
-    args: tuple[int]
-
-
 class Block(NamedTuple):
     """Steps on their own registers, which start with two of the outer ones; writes the last register that they
     write."""
@@ -137,18 +130,10 @@ def execute(steps, registers, ours):
             case Tag(name, keep=keep):
                 composite = args[0] if len(args) == 1 else dict(zip("xy", args, strict=True))
                 registers += jax.tree.leaves(tag(composite, name, keep=keep))
-            case CustomVjp(name):
-                registers.append(custom_sin(name)(*args))
             case Block(kind, predicate=predicate, steps=inner):
                 f = lambda a, b: execute(inner, [a, b], ours)[-1]
                 registers.append(block(kind, f, *args, registers[predicate], ours))
     return registers
-
-
-def custom_sin(name):
-    sin = jax.custom_vjp(lambda x: jnp.sin(tag(x + x, name)))
-    sin.defvjp(lambda x: (jnp.sin(x + x), tag(jnp.cos(x + x), name)), lambda cos, ct: (2 * ct * cos,))
-    return sin
 
 
 def block(kind, f, a, b, predicate, ours):
@@ -319,7 +304,7 @@ def decision_on(program, name):
 
 def all_tags(steps):
     for step in steps:
-        if isinstance(step, Tag | CustomVjp):
+        if isinstance(step, Tag):
             yield step
         elif isinstance(step, Block):
             yield from all_tags(step.steps)
@@ -371,7 +356,7 @@ def add(kinds, step, made):
 def steps_on(draw, kinds, depth=0, blocks=BLOCKS):
     """Draw steps, which add to the registers. The last one writes a floating-point value."""
     size = draw(st.sampled_from((2, 3, 4, 1) if depth else (4, 5, 6, 7, 8, 3, 2)))
-    makes = [an_op] * 4 + [a_tag, a_custom_vjp] + [a_block] * (2 if depth < 2 else 0)
+    makes = [an_op] * 4 + [a_tag] * 2 + [a_block] * (2 if depth < 2 else 0)
     made = []
     for _ in range(size - 1):
         made.append(draw(draw(st.sampled_from(makes))(kinds, depth, blocks)))
@@ -405,12 +390,6 @@ def a_tag(draw, kinds, depth, blocks, of=None):
         if draw(st.integers(0, 9)) == 9:
             args.append(draw(st.sampled_from(floats)))
     return add(kinds, Tag(name, tuple(args), draw(st.integers(0, 9)) == 9), [kinds[i] for i in args])
-
-
-@st.composite
-def a_custom_vjp(draw, kinds, depth, blocks):
-    step = CustomVjp(draw(st.sampled_from(NAMES)), (draw(st.sampled_from(those(kinds, "f"))),))
-    return add(kinds, step, [kinds[step.args[0]]])
 
 
 @st.composite

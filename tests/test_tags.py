@@ -15,12 +15,6 @@ def names(f, *args):
     return [e.params["name"] for e in equations(jax.make_jaxpr(f)(*args)) if e.primitive.name == "name"]
 
 
-def test_one_array_has_the_name_and_its_value():
-    x = normal(0, (3,))
-    assert names(lambda x: tag(x, "fc1"), x) == ["fc1"]
-    assert (tag(x, "fc1") == x).all()
-
-
 @pytest.mark.claim("tags")
 def test_leaves_of_a_composite_have_their_field():
     from typing import NamedTuple

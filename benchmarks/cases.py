@@ -22,7 +22,7 @@ from models import config
 from models.attention import rotations
 from models.config import Model
 from models.sharding import RULES, make_mesh, on_mesh, param_shardings
-from models.transformer import ExpertLayer, Layer, flops_per_token, stacked
+from models.transformer import Layer, flops_per_token, stacked
 
 OVERLAP = compiler_options("gpu")
 PIPELINED = {**OVERLAP, "xla_gpu_enable_pipelined_host_offloading": True}
@@ -44,7 +44,6 @@ SIZES: dict[str, Any] = {
     "d_expert": 14336,
     "grouped": "mosaic",
     "capacity": 0.0,  # rows per expert device, as a multiple of an even share; 0: all
-    "exchange": "padded",
     "fsdp": 1,  # GPUs that split batch and weights
     "expert": 1,  # GPUs that split batch and experts
 }
@@ -86,7 +85,7 @@ def shape_of(options: argparse.Namespace) -> dict[str, Any]:
 
 def model_of(case: Case, options: argparse.Namespace) -> Model:
     keys = ("layers", "d_model", "kv_heads", "head_dim", "qk_norm", "attention")
-    keys += ("experts", "experts_per_token", "d_expert", "grouped", "capacity", "exchange")
+    keys += ("experts", "experts_per_token", "d_expert", "grouped", "capacity")
     fields = {key: getattr(options, key) or None for key in keys} | {"d_ff": options.d_model * 7 // 2}
     heads = options.heads or options.d_model // options.head_dim
     return Model(**fields | {"qk_norm": options.qk_norm, "heads": heads} | case.fields)
@@ -104,10 +103,9 @@ def model_flops(case: Case, options: argparse.Namespace) -> float:
 def start(case: Case, options: argparse.Namespace) -> Callable[[], tuple[Any, Any]]:
     """Return the function that makes the stacked float32 weights and the bf16 activations (batch, seq, d_model)."""
     shape = model_of(case, options)
-    kind = ExpertLayer if shape.experts else Layer
 
     def make() -> tuple[Any, Any]:
-        weights = nnx.state(stacked(shape.layers, lambda rngs: kind(shape, rngs), nnx.Rngs(params=0)))
+        weights = nnx.state(stacked(shape.layers, lambda rngs: Layer(shape, rngs), nnx.Rngs(params=0)))
         x = jax.random.normal(jax.random.key(1), (options.batch, options.seq, options.d_model), jnp.bfloat16)
         return weights, x
 
@@ -151,13 +149,11 @@ def placed(avals: Any, where: Any) -> Any:
 def layer_of(case: Case, options: argparse.Namespace) -> Callable[[Any, Any], tuple[Any, None]]:
     """Return one of the layers, (x, weights) -> (x, None)."""
     shape = model_of(case, options)
-    kind = ExpertLayer if shape.experts else Layer
-    graph = nnx.graphdef(nnx.eval_shape(lambda: kind(shape, nnx.Rngs(params=0))))
+    graph = nnx.graphdef(nnx.eval_shape(lambda: Layer(shape, nnx.Rngs(params=0))))
     rotation = rotations(options.seq, shape.d_head, shape.rope_theta)
 
     def layer(x: Any, weights: Any) -> tuple[Any, None]:
-        out = nnx.merge(graph, weights)(x, rotation)
-        return (out[0] if shape.experts else out), None
+        return nnx.merge(graph, weights)(x, rotation)[0], None
 
     return layer
 

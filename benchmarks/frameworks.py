@@ -33,9 +33,7 @@ class Framework(NamedTuple):
 
     offloaded: tuple[str, ...]
     start: Callable[[], tuple[Any, Any]]  # the stacked weights, and the input
-    scanned: Callable[
-        [Any], Callable[[Any, Any], Any]
-    ]  # the loss with the framework's scan under a policy of jax.checkpoint
+    scanned: Callable[[Any], Callable[[Any, Any], Any]]  # a policy of jax.checkpoint -> the loss, with its scan
     layer: Callable[[Any, Any], tuple[Any, None]]  # for jaxoffload.scan
 
 
@@ -113,7 +111,7 @@ def in_nnx(options: argparse.Namespace) -> Framework:
         @nnx.scan(in_axes=(0, nnx.Carry), out_axes=nnx.Carry)
         @nnx.remat(policy=policy, prevent_cse=False)
         def run(layer: Layer, x: jax.Array) -> jax.Array:
-            return layer(x, rotation)
+            return layer(x, rotation)[0]
 
         return lambda weights, x: mean_square(run(nnx.merge(graph, weights), x))
 
@@ -121,7 +119,7 @@ def in_nnx(options: argparse.Namespace) -> Framework:
         offloaded=("layer_input", "mlp/fc1.gate"),
         start=cases.start(dense.CASE, options),
         scanned=scanned,
-        layer=lambda x, weights: (nnx.merge(graph, weights)(x, rotation), None),
+        layer=lambda x, weights: nnx.merge(graph, weights)(x, rotation),
     )
 
 

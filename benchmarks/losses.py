@@ -54,8 +54,7 @@ def parse() -> argparse.Namespace:
 def compared(options: argparse.Namespace, chosen: list[str]) -> dict[str, list[str]]:
     """Return the overrides of the two runs, by what the runs do."""
     if options.interleaved:
-        one_by_one = [*chosen, "train.interleave=false"]
-        return {"interleaved": [*chosen, "train.interleave=true"], "one after another": one_by_one}
+        return {"interleaved": chosen, "one after another": [*chosen, "train.interleave=false"]}
     if not (saved := overrides_to_save(load(options.config, [*options.overrides, *chosen]).remat)):
         sys.exit(f"benchmarks.losses: {options.config} offloads nothing")
     return {"offload": chosen, "save": [*chosen, *saved]}

@@ -1,7 +1,7 @@
-"""Text that messages share: the nearest allowed name, a value cut short, a size in bytes, an array's type."""
+"""Text that messages share: the nearest allowed name, a value or a list cut short, a size in bytes, an array's type."""
 
 import difflib
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from typing import Any
 
 import numpy as np
@@ -20,6 +20,11 @@ def short(value: object) -> str:
     """Return the repr of `value`, cut to 100 characters."""
     text = repr(value)
     return text if len(text) <= 100 else f"{text[:97]}..."
+
+
+def first(items: Sequence[str], between: str = ", ") -> str:
+    """Return the first three, and how many more there are."""
+    return between.join([*items[:3], *[f"and {len(items) - 3} more"] * (len(items) > 3)])
 
 
 def readable(size: float) -> str:

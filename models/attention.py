@@ -2,7 +2,7 @@
 
 import contextlib
 import importlib
-from typing import Any
+from typing import Any, Literal
 from unittest import mock
 
 import jax
@@ -12,6 +12,7 @@ from jax.sharding import PartitionSpec
 from jaxoffload import tag
 from models.sharding import RULES, VALUES, on_each_device
 
+Kind = Literal["xla", "cudnn", "te"]
 Rotation = tuple[jax.Array, jax.Array]  # cos and sin of RoPE's angles
 
 
@@ -36,7 +37,7 @@ def rope(x_BxSxNxH: jax.Array, rotation: Rotation) -> jax.Array:
 
 
 def attend(
-    q_BxSxNxH: jax.Array, k_BxSxKxH: jax.Array, v_BxSxKxH: jax.Array, documents_BxS: jax.Array | None, kind: str
+    q_BxSxNxH: jax.Array, k_BxSxKxH: jax.Array, v_BxSxKxH: jax.Array, documents_BxS: jax.Array | None, kind: Kind
 ) -> jax.Array:
     """Causal attention, (batch, sequence, heads, head_dim), within documents if they are numbered.
 
@@ -142,10 +143,6 @@ def _fused(q: jax.Array, k: jax.Array, v: jax.Array) -> jax.Array:
 
 
 def _no_mesh_axes() -> contextlib.AbstractContextManager[Any]:
-    """Return TransformerEngine's context for sharding over no mesh axis. A context of the caller's is left as it is."""
+    """Return TransformerEngine's context for sharding over no mesh axis."""
     sharding = importlib.import_module("transformer_engine.jax.sharding")
-    try:
-        sharding.global_mesh_resource()
-    except AssertionError:  # no context is open
-        return sharding.global_shard_guard(sharding.MeshResource())
-    return contextlib.nullcontext()
+    return sharding.global_shard_guard(sharding.MeshResource())

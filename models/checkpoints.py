@@ -18,7 +18,7 @@ import numpy as np
 import orbax.checkpoint as ocp
 from jax.sharding import NamedSharding, PartitionSpec
 
-from models.config import Config, ConfigError, flat
+from models.config import Config, ConfigError, flat, nearest
 from models.data import Source
 from models.sharding import batch_sharding
 from models.step import Program, State, shardings_of
@@ -27,8 +27,8 @@ FORMAT = 2  # 0.1 wrote none
 
 # With another of these, the state would not fit the model, or the position would mean other batches.
 _FIXED = ("data.text_field", "data.valid_fraction", "train.batch_size", "train.seq_len", "train.seed")
-# All others in `model` are fixed, too.
-_FREE = ("attention", "dtype", "grouped", "quantize", "exchange", "capacity", "aux_loss", "z_loss")
+# All others in `model` are fixed, too. The weights mean the same with another of these.
+FREE = ("attention", "dtype", "grouped", "quantize", "capacity", "aux_loss", "z_loss")
 
 
 @contextlib.contextmanager
@@ -47,7 +47,7 @@ def save(manager: ocp.CheckpointManager, step: int, state: State, config: Config
     tree: dict[str, Any] = {"params": state.params}
     about = {"format": FORMAT, "step": step, "config": flat(config), "data": source and source.fingerprint}
     if source is not None:
-        sharding = batch_sharding(state.step.sharding.mesh)
+        sharding = batch_sharding(state.step.sharding.mesh)  # type: ignore[attr-defined]
         position = jax.make_array_from_process_local_data(sharding, source.batches.get_state())
         tree |= {"step": state.step, "optimizer": state.optimizer, "position": position}
     about["sums"] = sums(tree)
@@ -68,11 +68,11 @@ def resume(manager: ocp.CheckpointManager, config: Config, made: Program, source
         state = jax.jit(made.init, out_shardings=shardings_of(made.state))()
         if step is None:
             return state
-        refuse_changes(manager, step, config)
-        return state._replace(**restore(manager, step, {"params": made.state.params}))
-    refuse_changes(manager, step, config, source)
-    batches = batch_sharding(made.state.step.sharding.mesh)
-    position = jax.ShapeDtypeStruct((config.train.batch_size, 2), jnp.int32, sharding=batches)
+        params = {"params": made.state.params}
+        refuse_changes(manager, step, params, config)
+        return state._replace(**restore(manager, step, params))
+    refuse_changes(manager, step, made.state._asdict(), config, source)
+    position = jax.ShapeDtypeStruct((config.train.batch_size, 2), jnp.int32, sharding=made.tokens.sharding)
     tree = restore(manager, step, made.state._asdict() | {"position": position})
     rows = {shard.index[0].start or 0: np.asarray(shard.data) for shard in tree.pop("position").addressable_shards}
     source.batches.set_state(np.concatenate([rows[first] for first in sorted(rows)]))
@@ -87,20 +87,25 @@ def restore(manager: ocp.CheckpointManager, step: int, wanted: dict[str, Any]) -
     try:
         tree = manager.restore(step, args=ocp.args.Composite(state=args)).state
     except Exception as error:  # orbax and tensorstore raise many classes
-        raise _unusable(manager, step, f"cannot be read ({error})") from error
+        raise _unusable(manager, step, f"cannot be read by this program ({error})") from error
     if changed := [path for path, found in sums(tree).items() if found != written.get(path)]:
         raise _unusable(manager, step, f"is damaged: {changed[0]} is not what was written")
     return tree
 
 
-def refuse_changes(manager: ocp.CheckpointManager, step: int, config: Config, source: Source | None = None) -> None:
-    """Raise ConfigError if a checkpoint is of another model or, unless `source` is None, of other data."""
+def refuse_changes(
+    manager: ocp.CheckpointManager, step: int, wanted: dict[str, Any], config: Config, source: Source | None = None
+) -> None:
+    """Raise ConfigError if a checkpoint is of another model, or of other data than `source` unless that is None.
+
+    `wanted`: the parts of it that will be restored; arrays that only one of both has are named.
+    """
     about = _read_origin(manager, step)
     before = flat(Config()) | about["config"]
     wrong = []
     for key, value in flat(config).items():
         section, _, name = key.partition(".")
-        is_fixed = name not in _FREE if section == "model" else source is not None and key in _FIXED
+        is_fixed = name not in FREE if section == "model" else source is not None and key in _FIXED
         is_fixed |= key == "train.virtual_stages"  # whose groups of layers are stored
         if is_fixed and value != before[key]:
             wrong.append(f"{key} = {value!r}: it was {before[key]!r}")
@@ -109,6 +114,14 @@ def refuse_changes(manager: ocp.CheckpointManager, step: int, config: Config, so
     if wrong:
         last = f"in the checkpoint {manager.directory / str(step)}; set it back, or give another train.out"
         raise ConfigError(*wrong, last)
+    there, here = {path for path in about["sums"] if path.split("/")[0] in wanted}, set(paths_of(wanted))
+    lost, new = sorted(there - here), sorted(here - there)
+    lines = [f"{path}: the checkpoint has it, the program does not{nearest(path, new)}" for path in lost]
+    lines += [f"{path}: the program has it, the checkpoint does not{nearest(path, lost)}" for path in new]
+    if lines:
+        lines = [line for line in lines if line.startswith("params/")] or lines  # the optimizer's follow from these
+        last = f"{manager.directory / str(step)} is of another program; name all as there, or give another train.out"
+        raise ConfigError(*lines, last)
 
 
 def _read_origin(manager: ocp.CheckpointManager, step: int) -> dict[str, Any]:
@@ -116,7 +129,7 @@ def _read_origin(manager: ocp.CheckpointManager, step: int) -> dict[str, Any]:
     try:
         about = dict(manager.restore(step, args=ocp.args.Composite(origin=ocp.args.JsonRestore())).origin)
     except Exception as error:
-        raise _unusable(manager, step, f"cannot be read ({error})") from error
+        raise _unusable(manager, step, f"cannot be read by this program ({error})") from error
     if about.get("format") != FORMAT:
         raise _unusable(manager, step, "was written by another version, which can continue it")
     if about.pop("crc32", None) != _crc32(about) or about["step"] != step:
@@ -136,11 +149,15 @@ def _crc32(about: dict[str, Any]) -> int:
 
 def sums(tree: Any) -> dict[str, int]:
     """Return a checksum of each array, by its path."""
-    leaves = jax.tree_util.tree_leaves_with_path(tree)
-    everywhere = NamedSharding(leaves[0][1].sharding.mesh, PartitionSpec())
-    found = jax.jit(_sums, out_shardings=everywhere)([leaf for _, leaf in leaves])
-    paths = [jax.tree_util.keystr(path, simple=True, separator="/") for path, _ in leaves]
-    return dict(zip(paths, np.asarray(found).tolist(), strict=True))
+    leaves = jax.tree.leaves(tree)
+    everywhere = NamedSharding(leaves[0].sharding.mesh, PartitionSpec())
+    found = jax.jit(_sums, out_shardings=everywhere)(leaves)
+    return dict(zip(paths_of(tree), np.asarray(found).tolist(), strict=True))
+
+
+def paths_of(tree: Any) -> list[str]:
+    paths = [path for path, _ in jax.tree_util.tree_leaves_with_path(tree)]
+    return [jax.tree_util.keystr(path, simple=True, separator="/") for path in paths]
 
 
 def _sums(arrays: list[jax.Array]) -> jax.Array:

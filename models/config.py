@@ -27,18 +27,9 @@ class ConfigError(UserError, ValueError):
 
 
 @dataclass(frozen=True)
-class Model:
-    """A Llama-style decoder; with experts, a mixture of them in place of the MLP."""
+class Experts:
+    """The fields of a model that only a mixture of experts has; dense models refuse them."""
 
-    vocab_size: int = 320  # more than the greatest token: 257 or more if the tokens are bytes
-    layers: int = 4
-    d_model: int = 192  # width of the residual stream
-    heads: int = 6  # query heads
-    kv_heads: int = 2  # key and value heads, each shared by heads / kv_heads query heads
-    head_dim: int | None = None  # None: d_model / heads
-    qk_norm: bool = False  # RMSNorm of each query and key head, before RoPE
-    d_ff: int = 512  # width of the MLP's gate, up and activation
-    activation: Literal["swiglu", "geglu", "relu2"] = "swiglu"  # of the MLP and of experts; relu2 has no gate
     experts: int = 0  # per layer; 0: dense
     experts_per_token: int = 2
     d_expert: int = 512  # width of each expert's gate, up and activation
@@ -49,11 +40,24 @@ class Model:
     route_scale: float = 1.0  # then multiplied by this
     aux_loss: float = 0.0  # weight of the load-balancing loss
     z_loss: float = 0.0  # weight of the mean of logsumexp(router logits)^2
-    balance_rate: float = 0.0  # step size of each expert's router bias, which balances without a loss
     grouped: Literal["auto", "te", "mosaic", "ragged"] = "auto"  # backend of jaxoffload.grouped.grouped_matmul
     quantize: Literal["fp8"] | None = None  # the experts' grouped GEMMs, with a scale per expert
-    exchange: Literal["padded", "ragged"] = "padded"  # sent to the experts' devices: buffers, or only rows (GPUs)
     capacity: float | None = None  # most rows sent to one device, in even shares; others are dropped
+
+
+@dataclass(frozen=True)
+class Model(Experts):
+    """A Llama-style decoder; with experts, a mixture of them in place of the MLP."""
+
+    vocab_size: int = 320  # more than the greatest token: 257 or more if the tokens are bytes
+    layers: int = 4
+    d_model: int = 192  # width of the residual stream
+    heads: int = 6  # query heads
+    kv_heads: int = 2  # key and value heads, each shared by heads / kv_heads query heads
+    head_dim: int | None = None  # None: d_model / heads
+    qk_norm: bool = False  # RMSNorm of each query and key head, before RoPE
+    d_ff: int = 512  # width of the MLP's gate, up and activation
+    activation: Literal["swiglu", "geglu"] = "swiglu"  # of the MLP and of experts
     rope_theta: float = 10000.0  # base of RoPE's wavelengths
     # Llama 3.1's [factor, low_freq_factor, high_freq_factor, original length]: frequencies that turn less often than
     # low_freq_factor in the original length are divided by factor; those that turn more than high_freq_factor stay.
@@ -164,7 +168,7 @@ class Config:
     distributed: Distributed = field(default_factory=Distributed)
 
 
-_SECTIONS = {each.name: each.default_factory for each in dataclasses.fields(Config)}
+_SECTIONS: dict[str, Any] = {each.name: each.default_factory for each in dataclasses.fields(Config)}
 
 
 def flat(config: Config) -> dict[str, Any]:
@@ -187,9 +191,9 @@ def load(path: str | Path, overrides: Sequence[str] = ()) -> Config:
     """
     path = Path(path).expanduser()
     try:
-        tree = OmegaConf.to_container(OmegaConf.load(path), resolve=True)
+        tree: Any = OmegaConf.to_container(OmegaConf.load(path), resolve=True)
     except FileNotFoundError:
-        raise ConfigError(f"{path}: no such file{_nearest(str(path), map(str, path.parent.glob('*.yaml')))}") from None
+        raise ConfigError(f"{path}: no such file{_instead(str(path), map(str, path.parent.glob('*.yaml')))}") from None
     except (OSError, ValueError, yaml.YAMLError, OmegaConfBaseException) as error:
         raise ConfigError(f"{path}: {_one_line(error)}") from error
     if not isinstance(tree, dict):
@@ -197,10 +201,10 @@ def load(path: str | Path, overrides: Sequence[str] = ()) -> Config:
     problems: list[str] = []
     for text in overrides:
         _override(tree, text, problems)
-    sections = {}
+    sections: dict[str, Any] = {}
     for name, value in tree.items():
         if name not in _SECTIONS:
-            problems.append(f"{name} = {value!r}: no such section{_nearest(name, _SECTIONS)}")
+            problems.append(f"{name} = {value!r}: no such section{_instead(name, _SECTIONS)}")
         elif not isinstance(value, dict | None):
             problems.append(f"{name} = {value!r}: must be a mapping of keys to values")
         else:
@@ -222,11 +226,11 @@ def _override(tree: dict[str, Any], text: str, problems: list[str]) -> None:
         return
     section, key, entry, source = match.groups()
     try:
-        value = OmegaConf.to_container(OmegaConf.from_dotlist([f"value={source}"]))["value"]
+        parsed: Any = OmegaConf.to_container(OmegaConf.from_dotlist([f"value={source}"]))
     except (ValueError, yaml.YAMLError, OmegaConfBaseException) as error:
         problems.append(f"{section}.{key} = {source}: {_one_line(error)}")
         return
-    target = tree.get(section) or {}
+    target, value = tree.get(section) or {}, parsed["value"]
     if not isinstance(target, dict):
         return  # the section itself is reported
     if entry:  # after all others: the last of several matching patterns wins
@@ -256,7 +260,7 @@ def _section(name: str, tree: dict[str, Any], problems: list[str]) -> Any:
 def _remat(name: str, tree: dict[str, Any], problems: list[str]) -> Remat:
     names = [each.name for each in dataclasses.fields(Remat)]
     for key in tree.keys() - names:
-        problems.append(f"{name}.{key} = {tree.pop(key)!r}: no such key{_nearest(key, names)}")
+        problems.append(f"{name}.{key} = {tree.pop(key)!r}: no such key{_instead(key, names)}")
     try:
         return Remat(**tree)
     except PolicyError as error:
@@ -268,9 +272,14 @@ def _one_line(error: Exception) -> str:
     return " ".join(str(error).split())
 
 
-def _nearest(name: object, names: Iterable[str]) -> str:
-    near = difflib.get_close_matches(str(name), names := list(names), 1)
-    return f"; the nearest is {near[0]}" if near else f"; there are {', '.join(names)}"
+def nearest(name: object, names: Iterable[str]) -> str:
+    """Return how a message ends that names the nearest name; nothing if none is near."""
+    near = difflib.get_close_matches(str(name), names, 1)
+    return f"; the nearest is {near[0]}" if near else ""
+
+
+def _instead(name: object, names: Iterable[str]) -> str:
+    return nearest(name, names := list(names)) or f"; there are {', '.join(names)}"
 
 
 # ---- ranges, and what must hold between keys ----
@@ -279,8 +288,8 @@ def _nearest(name: object, names: Iterable[str]) -> str:
 # These may be zero; every other number is above zero.
 _MAY_BE_ZERO = {
     *("model.experts", "model.shared_experts", "model.dense_layers", "model.aux_loss", "model.z_loss"),
-    *("model.balance_rate", "train.final_learning_rate_fraction", "train.warmup_steps", "train.beta1", "train.beta2"),
-    *("train.weight_decay", "train.seed", "distributed.process_id"),
+    *("train.final_learning_rate_fraction", "train.warmup_steps", "train.beta1", "train.beta2", "train.weight_decay"),
+    *("train.seed", "distributed.process_id"),
 }
 _AT_MOST = {"train.final_learning_rate_fraction": 1.0, "data.valid_fraction": 0.5, "train.seed": 2**32 - 1}
 _AT_MOST |= {"train.beta1": 0.9999, "train.beta2": 0.9999}
@@ -328,10 +337,9 @@ def _shapes(config: Config) -> Iterator[str]:
 def _experts(config: Config) -> Iterator[str]:
     model, mesh = config.model, config.mesh
     if not model.experts:
-        names = [each.name for each in dataclasses.fields(Model)]
-        for name in names[names.index("experts_per_token") : names.index("rope_theta")]:  # the fields about experts
-            if (value := getattr(model, name)) != getattr(Model, name):
-                yield f"model.{name} = {value!r}: must not be given where model.experts = 0; the layers are dense"
+        for each in dataclasses.fields(Experts):
+            if (value := getattr(model, each.name)) != each.default:
+                yield f"model.{each.name} = {value!r}: must not be given where model.experts = 0; the layers are dense"
         if mesh.expert > 1:
             yield f"mesh.expert = {mesh.expert}: must be 1 where model.experts = 0; the layers are dense"
         return
@@ -341,23 +349,18 @@ def _experts(config: Config) -> Iterator[str]:
         yield f"model.experts_per_token = {model.experts_per_token}: must be at most model.experts = {model.experts}"
     if model.dense_layers >= model.layers:
         yield f"model.dense_layers = {model.dense_layers}: must be below model.layers = {model.layers}"
-    for name in ("capacity", "exchange"):
-        if (value := getattr(model, name)) != getattr(Model, name) and mesh.expert == 1:
-            yield f"model.{name} = {value!r}: must not be given where mesh.expert = 1; no rows are sent"
+    if model.capacity is not None and mesh.expert == 1:
+        yield f"model.capacity = {model.capacity}: must not be given where mesh.expert = 1; no rows are sent"
 
 
 def _batches(config: Config) -> Iterator[str]:
-    model, mesh, train = config.model, config.mesh, config.train
+    mesh, train = config.mesh, config.train
     if train.loss_chunk is not None:
         yield from _divides(config, "train.loss_chunk", "train.seq_len")
     parts = train.grad_accumulation * mesh.data * mesh.fsdp * mesh.expert
     if train.batch_size % parts:
         factors = "train.grad_accumulation * mesh.data * mesh.fsdp * mesh.expert"
         yield f"train.batch_size = {train.batch_size}: must be a multiple of {factors} = {parts}"
-    rows = train.batch_size * train.seq_len * (model.experts_per_token if model.experts else 1) // parts
-    if rows >= 2**31:  # XLA counts in int32
-        product = "train.batch_size * train.seq_len * model.experts_per_token / train.grad_accumulation"
-        yield f"{product} = {rows} on each device of the batch: must be below 2**31"
     if train.warmup >= train.steps:
         yield f"train.warmup_steps = {train.warmup}: must be below train.steps = {train.steps}"
 

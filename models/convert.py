@@ -22,7 +22,7 @@ import math
 import shutil
 import sys
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import replace
+from dataclasses import fields, replace
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -48,7 +48,7 @@ _ALL = {  # the keys of config.json, and ours
 }
 _DENSE = _ALL | {"intermediate_size": "d_ff"}
 _EXPERTS = _ALL | {"num_experts_per_tok": "experts_per_token"}
-_ROUTER = {"router": "softmax", "shared_experts": 0, "route_scale": 1.0, "balance_rate": 0.0}
+_ROUTER = {"router": "softmax", "shared_experts": 0, "route_scale": 1.0}
 
 
 class Family(NamedTuple):
@@ -87,7 +87,7 @@ _ACTIVATIONS = {"silu": "swiglu", "gelu_pytorch_tanh": "geglu"}
 _LLAMA3 = ("factor", "low_freq_factor", "high_freq_factor", "original_max_position_embeddings")
 # What the model cannot represent otherwise, and what holds where a config.json, of an older transformers, says nothing.
 _ONLY = {"attention_bias": False, "mlp_bias": False, "partial_rotary_factor": 1, "decoder_sparse_step": 1}
-_DEFAULTS = {"tie_word_embeddings": False, "norm_topk_prob": False, "hidden_act": "silu", "rope_theta": 10000.0}
+_DEFAULTS = dict[str, Any](tie_word_embeddings=False, norm_topk_prob=False, hidden_act="silu", rope_theta=10000.0)
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -130,7 +130,7 @@ def import_weights(folder: Path, config: Config) -> None:
     theirs, out = json.loads((folder / "config.json").read_text()), Path(config.train.out)
     check_model(theirs, config)
     abstract, stored = on_one_device(config, 1), on_one_device(config, config.train.virtual_stages)
-    tensors, files = tensors_of(abstract, config.model, theirs["model_type"]), {}
+    tensors, files = tensors_of(abstract, config.model, theirs["model_type"]), dict[str, Any]()
     for path in sorted(folder.glob("*.safetensors")):
         file = safetensors.safe_open(path, framework="numpy")
         files |= dict.fromkeys(file.keys(), file)
@@ -164,8 +164,9 @@ def export_weights(config: Config, folder: Path, dtype: str) -> None:
     with checkpoints.open_manager(out) as manager:
         if (step := manager.latest_step()) is None:
             raise ConfigError(f"train.out = {str(out)!r}: has no checkpoint")
-        checkpoints.refuse_changes(manager, step, config)
-        params = regrouped(checkpoints.restore(manager, step, {"params": stored})["params"], abstract)
+        wanted = {"params": stored}
+        checkpoints.refuse_changes(manager, step, wanted, config)
+        params = regrouped(checkpoints.restore(manager, step, wanted)["params"], abstract)
     folder.mkdir(parents=True, exist_ok=True)
     write_weights(folder, params, tensors_of(abstract, config.model, theirs["model_type"]), dtype)
     (folder / "config.json").write_text(json.dumps(theirs, indent=2))
@@ -228,9 +229,11 @@ def check_model(theirs: Mapping[str, Any], config: Config) -> None:
     """Raise ConfigError unless the config's model is the one in `theirs`, a config.json."""
     model, scaling = config.model, config.model.rope_scaling
     ours = vars(model) | {"head_dim": model.d_head, "rope_scaling": scaling and [*scaling]}
+    # What a family does not say has its default. Without dense layers d_ff means nothing.
+    others = {each.name: each.default for each in fields(Model) if each.name not in {*checkpoints.FREE, "d_ff"}}
     wrong = [
         f"model.{key} = {ours[key]!r}: must be {must!r} in {theirs['model_type']}'s config.json"
-        for key, must in read_model(theirs).items()
+        for key, must in (others | read_model(theirs)).items()
         if ours[key] != must
     ]
     window = theirs.get("use_sliding_window", True) and theirs.get("sliding_window")
@@ -293,6 +296,8 @@ def tensors_of(params: nnx.State, model: Model, kind: str) -> dict[str, Tensors]
         if path in _ONCE:
             found[path] = {(): f"{_ONCE[path]}.weight"}, 0
             continue
+        if rest not in _IN_LAYER:
+            raise ConfigError(f"params/{path}: none of {kind}'s tensors is known for it; must be in convert._IN_LAYER")
         name, inputs = _IN_LAYER[rest]
         first = model.dense_layers if model.experts and group == "layers" else 0
         full = lambda at, name=name, first=first: name.format(expert=at[-1], **FAMILIES[kind]._asdict())
@@ -336,7 +341,7 @@ def to_theirs(part: np.ndarray, inputs: int) -> np.ndarray:
 
 def write_weights(folder: Path, params: nnx.State, tensors: Mapping[str, Tensors], dtype: str) -> None:
     """Write the tensors of all parameters, those of one parameter in one file: memory has a copy of one at a time."""
-    leaves, files = jax.tree_util.tree_leaves_with_path(params), {}
+    leaves, files = jax.tree_util.tree_leaves_with_path(params), dict[str, str]()
     for number, (keys, leaf) in enumerate(leaves, start=1):
         file, (names, inputs) = f"model-{number:05}-of-{len(leaves):05}.safetensors", tensors[path_of(keys)]
         parts = {name: to_theirs(np.asarray(leaf[at]), inputs) for at, name in names.items()}

@@ -13,10 +13,8 @@ from pathlib import Path
 from typing import NamedTuple
 
 import grain
-import jax
 import numpy as np
 import tokenizers
-from jax.experimental import multihost_utils
 from pyarrow import parquet
 
 from models.config import Config, ConfigError
@@ -34,7 +32,6 @@ class Source(NamedTuple):
 
     batches: "Batches"  # endless
     held_out: list[np.ndarray]  # the batches of each evaluation
-    unigram: float  # entropy of their tokens' frequencies, in nats: the least loss of a model that sees no context
     end: int  # the token behind each document
     fingerprint: str  # of the files' names and sizes, and of the tokenizer
 
@@ -59,16 +56,11 @@ def open_data(config: Config, block: int = 0, blocks: int = 1) -> Source:
     seed = int(np.random.SeedSequence(train.seed).generate_state(1)[0])
     endless = training.shuffle(seed=seed).repeat().filter(len)
     mine = lambda rows: np.split(rows, blocks)[block]
-    shares = np.unique(np.stack(held_out), return_counts=True)[1] / np.stack(held_out).size
     names = [file.name for file in documents.files]
     fingerprint = hashlib.blake2b(repr((names, documents.sizes, encoder.digest)).encode(), digest_size=16)
-    if jax.process_count() > 1:
-        same = "data.path and data.tokenizer must be the same files in all processes"
-        multihost_utils.assert_equal(np.frombuffer(fingerprint.digest(), np.uint8), same)
     return Source(
         Batches([endless[row :: train.batch_size] for row in mine(np.arange(train.batch_size))], train.seq_len + 1),
         [mine(batch) for batch in held_out],
-        float(-shares @ np.log(shares)),
         encoder.end,
         fingerprint.hexdigest(),
     )

@@ -17,7 +17,6 @@ grouped GEMMs, because each has a decision of its own; the halves of one result 
 import functools
 import math
 from collections.abc import Mapping
-from fractions import Fraction
 from typing import Any, NamedTuple
 
 import jax
@@ -50,7 +49,7 @@ def experts(config: Model, x_BxSxD: jax.Array, weights: dict[str, jax.Array]) ->
     Args:
       config: the model's.
       x_BxSxD: the normalised tokens.
-      weights: router (D, E), and bias (E,) if there is one; gate and up (E, D, F) and down (E, F, D).
+      weights: router (D, E), gate and up (E, D, F), and down (E, F, D).
 
     Returns:
       (B, S, D), and the balance.
@@ -59,11 +58,9 @@ def experts(config: Model, x_BxSxD: jax.Array, weights: dict[str, jax.Array]) ->
     if mesh.empty:
         return _experts_on_device(config, {}, x_BxSxD, weights)
     stream, wide = RULES.spec("batch", "sequence", "residual"), RULES.spec("experts", None, "mlp")
-    specs = {name: wide if name in ("gate", "up") else PartitionSpec() for name in weights}
-    specs["down"] = RULES.spec("experts", "mlp", None)
+    specs = {"router": PartitionSpec(), "gate": wide, "up": wide, "down": RULES.spec("experts", "mlp", None)}
     on_device = functools.partial(_experts_on_device, config, dict(mesh.shape))
-    out_specs = stream, Balance(*(PartitionSpec() for _ in Balance._fields))
-    return on_each_device(on_device, (stream, specs), out_specs)(x_BxSxD, weights)
+    return on_each_device(on_device, (stream, specs), (stream, PartitionSpec()))(x_BxSxD, weights)
 
 
 def _experts_on_device(
@@ -82,7 +79,7 @@ def _experts_on_device(
         scores_TxE = router_scores(logits_TxE, config.router)
         parts, align = sizes.get("expert", 1), ALIGN[config.quantize]
         # Aligned on the device that runs the grouped GEMMs: this one, or the one that the rows are sent to.
-        routing = choose(scores_TxE, weights.get("bias"), config.experts_per_token, align if parts == 1 else 1)
+        routing = choose(scores_TxE, config.experts_per_token, align if parts == 1 else 1)
         weight_Txk = row_weights(scores_TxE, routing, config.renormalize, config.route_scale)
         # A row is one token for one expert.
         weight_Rx1 = moved(weight_Txk.reshape(-1, 1), routing.order_R, routing.place_Tk)
@@ -112,10 +109,9 @@ def _apply_experts(
     The rows are sorted by expert; expert l has sizes_L[l]. `full`: every row belongs to an expert.
     """
     how: dict[str, Any] = {"backend": config.grouped, "quantize": config.quantize, "full": full}
-    gemm = functools.partial(grouped_matmul, group_sizes=sizes_L, **how)
-    leaves = first_leaves(config.activation)
-    fc1 = gemm(rows_RxD, [weights[leaf] for leaf in leaves], name="fc1_input")
-    fc1 = tag(dict(zip(leaves, fc1, strict=True)), "fc1")
+    gemm = lambda x, w, name: grouped_matmul(x, w, sizes_L, name=name, **how)
+    gate_RxF, up_RxF = gemm(rows_RxD, [weights["gate"], weights["up"]], name="fc1_input")
+    fc1 = tag({"gate": gate_RxF, "up": up_RxF}, "fc1")
     act_RxF = activate(fc1, config.activation).astype(jnp.float32) * weight_Rx1
     return tag(gemm(act_RxF.astype(rows_RxD.dtype), weights["down"], name="act"), "fc2")
 
@@ -124,25 +120,18 @@ def _apply_remote_experts(
     config: Model, rows_RxD: jax.Array, weight_Rx1: jax.Array, sizes_E: jax.Array, weights: dict[str, jax.Array]
 ) -> tuple[jax.Array, jax.Array]:
     """As `_apply_experts`, but on the devices that have the experts; return the number of dropped rows, too."""
-    R = len(rows_RxD)
-    room = capacity_rows(R, lax.axis_size("expert"), config.capacity)
-    exchange, dropped = make_exchange(sizes_E, R, room, ALIGN[config.quantize], config.exchange == "ragged")
+    R, parts = len(rows_RxD), lax.axis_size("expert")
+    room = R if config.capacity is None else min(R, math.ceil(config.capacity * R / parts))
+    exchange, dropped = make_exchange(sizes_E, R, room, ALIGN[config.quantize])
     there_SxD, weight_Sx1 = (to_experts(x, exchange) for x in (rows_RxD, weight_Rx1))
     # A leaf of fc1_input, so that it is kept if the rows are; otherwise it is sent again in the backward pass.
     weight_Sx1 = tag({"weight": weight_Sx1}, "fc1_input")["weight"]
     computed_SxD = _apply_experts(config, there_SxD, weight_Sx1, exchange.sizes_L, weights, full=False)
-    return from_experts(computed_SxD, exchange, R), dropped
-
-
-def first_leaves(activation: str) -> tuple[str, ...]:
-    """Return the leaves of fc1, of an expert or an MLP; each is the output of a matmul of its own."""
-    return ("up",) if activation == "relu2" else ("gate", "up")
+    return from_experts(computed_SxD, exchange), dropped
 
 
 def activate(fc1: Mapping[str, jax.Array], activation: str) -> jax.Array:
-    """Return (..., F), the input of fc2: SwiGLU and GeGLU (Shazeer, 2020), or squared ReLU (So et al., 2021)."""
-    if activation == "relu2":
-        return jnp.square(jax.nn.relu(fc1["up"]))
+    """Return (..., F), the input of fc2: SwiGLU or GeGLU (Shazeer, 2020)."""
     function = jax.nn.silu if activation == "swiglu" else jax.nn.gelu
     return function(fc1["gate"]) * fc1["up"]
 
@@ -164,14 +153,13 @@ def router_scores(logits_TxE: jax.Array, kind: str) -> jax.Array:
     return jax.nn.softmax(logits_TxE, axis=-1) if kind == "softmax" else jax.nn.sigmoid(logits_TxE)
 
 
-def choose(scores_TxE: jax.Array, bias_E: jax.Array | None, k: int, align: int = 1) -> Routing:
-    """Return the k experts of each token with the greatest scores. `bias_E` is added for the choice only.
+def choose(scores_TxE: jax.Array, k: int, align: int = 1) -> Routing:
+    """Return the k experts of each token with the greatest scores.
 
     The rows of each expert begin at a multiple of `align`, and are padded to one. The result is tagged `routing` in
     the scope of the caller.
     """
-    by = lax.stop_gradient(scores_TxE if bias_E is None else scores_TxE + bias_E[None])
-    ids_Txk = lax.top_k(by, k)[1].astype(jnp.int32)
+    ids_Txk = lax.top_k(lax.stop_gradient(scores_TxE), k)[1].astype(jnp.int32)
     flat_Tk = ids_Txk.reshape(-1)
     order_R = jnp.argsort(flat_Tk, stable=True).astype(jnp.int32)
     place_Tk = jnp.zeros_like(order_R).at[order_R].set(jnp.arange(len(flat_Tk), dtype=jnp.int32))
@@ -221,12 +209,13 @@ def starts(lengths: jax.Array) -> jax.Array:
     return jnp.cumsum(lengths) - lengths
 
 
-def lookup(starts_B: jax.Array, sources_B: jax.Array, lengths_B: jax.Array, size: int, missing: int) -> jax.Array:
+def lookup(starts: jax.Array, sources: jax.Array, lengths: jax.Array, size: int, missing: int) -> jax.Array:
     """Return (size,) int32: for each place, the index of the row that belongs there.
 
-    Block b puts lengths_B[b] rows, from sources_B[b] on, at the places from starts_B[b] on. `starts_B` is sorted.
-    Places that no block fills are `missing`.
+    Block b of B, flattened, puts lengths[b] rows, from sources[b] on, at the places from starts[b] on. `starts` is
+    sorted. Places that no block fills are `missing`.
     """
+    starts_B, sources_B, lengths_B = starts.reshape(-1), sources.reshape(-1), lengths.reshape(-1)
     place_N = jnp.arange(size, dtype=jnp.int32)
     block_N = jnp.sum(starts_B[None] <= place_N[:, None], axis=1) - 1
     offset_N = place_N - starts_B[block_N]
@@ -276,63 +265,43 @@ class Exchange(NamedTuple):
     another, all R in the worst case, or fewer with a capacity. A row has four places, one after the other:
 
     - one of R: sorted by expert, on the device that it comes from;
-    - one of P * C: in the buffer that is sent, C places for each device. A ragged exchange sends from R places;
+    - one of P * C: in the buffer that is sent, C places for each device;
     - one of P * C: in the buffer that arrives;
     - one of S: sorted by the experts of the device that it arrives at. S is P * C, or more where groups are aligned.
     """
 
-    sent_PC: jax.Array | None  # place in the sent buffer -> row; R if empty. None: rows are sent as sorted
-    slot_R: jax.Array | None  # row -> place in the sent buffer; the size of the buffer if dropped
-    # Ragged only, for each device: the first row sent to it, their number; the number received from it, their first.
-    ragged_4xP: jax.Array | None
+    sent_PC: jax.Array  # place in the sent buffer -> row; R if empty
+    slot_R: jax.Array  # row -> place in the sent buffer; the size of the buffer if dropped
     sorted_S: jax.Array  # place by expert -> place in the arrived buffer; P * C if empty
     arrived_PC: jax.Array  # the inverse; S if empty
     sizes_L: jax.Array  # rows of each expert here, aligned
 
 
-def capacity_rows(rows: int, parts: int, capacity: float | None) -> int:
-    """Return C, the most rows that one device sends to another; `capacity` is in multiples of an even share."""
-    if capacity is None or capacity >= parts:
-        return rows
-    return math.ceil(Fraction(str(capacity)) * rows / parts)  # in floats the product is rounded, perhaps to a row more
-
-
-def make_exchange(
-    sizes_E: jax.Array, rows: int, room: int, align: int = 1, ragged: bool = False
-) -> tuple[Exchange, jax.Array]:
+def make_exchange(sizes_E: jax.Array, rows: int, room: int, align: int = 1) -> tuple[Exchange, jax.Array]:
     """Return the exchange of R `rows` sorted by expert, tagged `routing` in the caller's scope, and the number dropped.
 
     Expert e has sizes_E[e] rows. At most C, `room`, go to one device; of more, each of its experts keeps the same
-    share. Where they arrive, those of an expert are padded to a multiple of `align`. `ragged`: only rows are sent, not
-    whole buffers.
+    share. Where they arrive, those of an expert are padded to a multiple of `align`.
     """
     parts = lax.axis_size("expert")
-    sizes_PxL, first_PxL = (x_E.reshape(parts, -1) for x_E in (sizes_E, starts(sizes_E)))
+    sizes_PxL = sizes_E.reshape(parts, -1)
     kept_PxL = _kept_sizes(sizes_PxL, room)
-    first_P, sent_P = first_PxL[:, 0], _total(kept_PxL, axis=1)
+    place_PxL, first_E = _places(kept_PxL, room), starts(sizes_E)
+    sent_PC = lookup(place_PxL, first_E, kept_PxL, parts * room, missing=rows)
+    slot_R = lookup(first_E, place_PxL, kept_PxL, rows, missing=parts * room)
     arrived_PxL = lax.all_to_all(kept_PxL, "expert", 0, 0)  # from each device, for each expert here
-    sorted_S, arrived_PC, sizes_L = _by_expert(arrived_PxL, room, align)
-    sent_PC = slot_R = ragged_4xP = None
-    if ragged:
-        there_P = lax.all_to_all(first_P, "expert", 0, 0)
-        ragged_4xP = jnp.stack([first_P, sent_P, _total(arrived_PxL, axis=1), there_P])
-    if not ragged or room < rows:
-        begin_P, places = (first_P, rows) if ragged else (_buffers(parts, room), parts * room)
-        place_PxL = begin_P[:, None] + jnp.cumsum(kept_PxL, axis=1) - kept_PxL
-        place_E, first_E, kept_E = (x_PxL.reshape(-1) for x_PxL in (place_PxL, first_PxL, kept_PxL))
-        sent_PC = lookup(place_E, first_E, kept_E, places, rows)
-        slot_R = lookup(first_E, place_E, kept_E, rows, places)
-    exchange = Exchange(sent_PC, slot_R, ragged_4xP, sorted_S, arrived_PC, sizes_L)
-    return tag(exchange, "routing"), _total(sizes_E) - _total(sent_P)
+    exchange = Exchange(sent_PC, slot_R, *_by_expert(arrived_PxL, room, align))
+    return tag(exchange, "routing"), _total(sizes_E) - _total(kept_PxL)
 
 
 # Without a dtype, a sum of int32 would be int64 under jax_enable_x64.
 _total = functools.partial(jnp.sum, dtype=jnp.int32)
 
 
-def _buffers(parts: int, room: int) -> jax.Array:
-    """Return (P,): where each device's part of a buffer begins."""
-    return room * jnp.arange(parts, dtype=jnp.int32)
+def _places(sizes_PxL: jax.Array, room: int) -> jax.Array:
+    """Return (P, L): where in a buffer with `room` for each device the rows of each expert begin."""
+    first_P = room * jnp.arange(len(sizes_PxL), dtype=jnp.int32)
+    return first_P[:, None] + jnp.cumsum(sizes_PxL, axis=1) - sizes_PxL
 
 
 def _by_expert(arrived_PxL: jax.Array, room: int, align: int) -> tuple[jax.Array, jax.Array, jax.Array]:
@@ -342,13 +311,12 @@ def _by_expert(arrived_PxL: jax.Array, room: int, align: int) -> tuple[jax.Array
     order of experts.
     """
     size = len(arrived_PxL) * room
-    begin_PxL = _buffers(len(arrived_PxL), room)[:, None] + jnp.cumsum(arrived_PxL, axis=1) - arrived_PxL
+    begin_PxL = _places(arrived_PxL, room)
     sizes_L = aligned(_total(arrived_PxL, axis=0), align)
     target_PxL = starts(sizes_L)[None] + jnp.cumsum(arrived_PxL, axis=0) - arrived_PxL
-    by_expert = [x_PxL.T.reshape(-1) for x_PxL in (target_PxL, begin_PxL, arrived_PxL)]
-    by_device = [x_PxL.reshape(-1) for x_PxL in (begin_PxL, target_PxL, arrived_PxL)]
     room_S = aligned_rows(size, len(sizes_L), align)
-    return lookup(*by_expert, room_S, size), lookup(*by_device, size, room_S), sizes_L
+    sorted_S = lookup(target_PxL.T, begin_PxL.T, arrived_PxL.T, room_S, missing=size)
+    return sorted_S, lookup(begin_PxL, target_PxL, arrived_PxL, size, missing=room_S), sizes_L
 
 
 def _kept_sizes(sizes_PxL: jax.Array, room: int) -> jax.Array:
@@ -364,36 +332,17 @@ def _kept_sizes(sizes_PxL: jax.Array, room: int) -> jax.Array:
 
 def to_experts(rows_RxD: jax.Array, exchange: Exchange) -> jax.Array:
     """Return (S, D): the rows of all devices for the experts here, sorted by expert; all other places are zero."""
-    if exchange.sent_PC is not None:
-        rows_RxD = moved(rows_RxD, exchange.sent_PC, exchange.slot_R)
-    if exchange.ragged_4xP is None:
-        buffer = _all_to_all(rows_RxD)
-    else:
-        first_P, sent_P, received_P, _ = exchange.ragged_4xP
-        size = len(exchange.arrived_PC)
-        place_P = jnp.full_like(first_P, size // len(first_P) * lax.axis_index("expert"))
-        buffer = _ragged_all_to_all(rows_RxD, size, first_P, sent_P, place_P, received_P)
+    buffer = _all_to_all(moved(rows_RxD, exchange.sent_PC, exchange.slot_R))
     return moved(buffer, exchange.sorted_S, exchange.arrived_PC)
 
 
-def from_experts(rows_SxD: jax.Array, exchange: Exchange, rows: int) -> jax.Array:
-    """Return (R, D), R being `rows`: each row back on the device that it came from; zeros for dropped rows."""
-    buffer = moved(rows_SxD, exchange.arrived_PC, exchange.sorted_S)
-    if exchange.ragged_4xP is None:
-        back = _all_to_all(buffer)
-    else:
-        _, sent_P, received_P, there_P = exchange.ragged_4xP
-        place_P = _buffers(len(sent_P), len(buffer) // len(sent_P))
-        back = _ragged_all_to_all(buffer, rows, place_P, received_P, there_P, sent_P)
-    return back if exchange.sent_PC is None else moved(back, exchange.slot_R, exchange.sent_PC)
+def from_experts(rows_SxD: jax.Array, exchange: Exchange) -> jax.Array:
+    """Return (R, D): each row back on the device that it came from; zeros for dropped rows."""
+    buffer = _all_to_all(moved(rows_SxD, exchange.arrived_PC, exchange.sorted_S))
+    return moved(buffer, exchange.slot_R, exchange.sent_PC)
 
 
 def _all_to_all(buffer_PCxD: jax.Array) -> jax.Array:
     """Send part p of each device's buffer to device p, where it becomes the part with the sender's index."""
     parts = buffer_PCxD.reshape(lax.axis_size("expert"), -1, buffer_PCxD.shape[1])
     return lax.all_to_all(parts, "expert", 0, 0).reshape(buffer_PCxD.shape)
-
-
-def _ragged_all_to_all(x: jax.Array, size: int, *moves_P: jax.Array) -> jax.Array:
-    """`moves_P`: for each device, the first row sent to it, their number, their place there; the number received."""
-    return lax.ragged_all_to_all(x, jnp.zeros((size, x.shape[1]), x.dtype), *moves_P, axis_name="expert")

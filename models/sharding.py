@@ -2,7 +2,7 @@
 
 import functools
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -12,7 +12,7 @@ from flax import nnx
 from jax.sharding import AbstractMesh, AxisType, NamedSharding, PartitionSpec
 
 from models import config
-from models.config import ConfigError
+from models.config import ConfigError, nearest
 
 MESH_AXES = ("stage", "data", "fsdp", "expert", "tensor")
 _AUTO = (AxisType.Auto,) * len(MESH_AXES)
@@ -41,7 +41,14 @@ class Rules:
 
     def spec(self, *axes: str | None) -> PartitionSpec:
         """Return the PartitionSpec of an array with these logical axes; None: an axis that is not split."""
-        return PartitionSpec(*(axis and getattr(self, axis) for axis in axes))
+        return PartitionSpec(*(axis and _look_up(axis, vars(self), "Rules") for axis in axes))
+
+
+def _look_up[T](name: str, table: Mapping[str, T], where: str) -> T:
+    if name not in table:
+        allowed = f"must be one of {', '.join(table)}"
+        raise ValueError(f"{name!r} is not in models.sharding.{where}: {allowed}{nearest(name, table)}")
+    return table[name]
 
 
 RULES = Rules()
@@ -109,12 +116,11 @@ def on_mesh[**P, R](mesh: AnyMesh, f: Callable[P, R]) -> Callable[P, R]:
 def constrain(x: jax.Array, value: str) -> jax.Array:
     """Return one of the model's VALUES, sharded over the mesh of `on_mesh`; without a mesh, x itself.
 
-    Call `tag` first, right after the value is computed: then the tag is on the output of the matmul. A value that is
-    not in VALUES is divided as XLA finds best.
+    Call `tag` first, right after the value is computed: then the tag is on the output of the matmul. A value that
+    nothing constrains is divided as XLA finds best.
     """
-    if jax.sharding.get_abstract_mesh().empty:
-        return x
-    return jax.lax.with_sharding_constraint(x, RULES.spec(*VALUES[value]))
+    spec = RULES.spec(*_look_up(value, VALUES, "VALUES"))
+    return x if jax.sharding.get_abstract_mesh().empty else jax.lax.with_sharding_constraint(x, spec)
 
 
 def on_each_device(f: Callable[..., Any], in_specs: Any, out_specs: Any) -> Callable[..., Any]:

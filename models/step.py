@@ -63,8 +63,6 @@ def program(config: Config, mesh: AnyMesh, end: int = 0) -> Program:
         (mean_loss, balance), gradients = mean_gradients(config, loss)(state.params, tokens_AxMxS1)
         updates, moments = optimizer.update(gradients, state.optimizer, state.params)
         params = optax.apply_updates(state.params, updates)
-        if balance is not None and config.model.balance_rate:
-            params = balanced(params, balance.load_E, config.model.balance_rate)
         return State(state.step + 1, params, moments), _metrics(mean_loss, gradients, balance)
 
     def evaluate(params: nnx.State, tokens_BxS1: jax.Array) -> jax.Array:
@@ -155,21 +153,6 @@ def learning_rate(train: Train) -> optax.Schedule:
     """
     end = train.learning_rate * train.final_learning_rate_fraction
     return optax.warmup_cosine_decay_schedule(0.0, train.learning_rate, train.warmup, train.steps, end)
-
-
-def balanced(params: nnx.State, load_LxE: jax.Array, rate: float) -> nnx.State:
-    """Return the parameters, with each expert's bias one step of `rate` towards an even load.
-
-    `load_LxE`: each expert's share of the rows of its layer; in the parameters layers may be grouped. Wang et al.,
-    "Auxiliary-Loss-Free Load Balancing Strategy for Mixture-of-Experts", 2024.
-    """
-
-    def step(path: tuple[Any, ...], leaf: jax.Array) -> jax.Array:
-        if not any(getattr(key, "key", None) == "bias_E" for key in path):
-            return leaf
-        return leaf + rate * jnp.sign(1 / load_LxE.shape[-1] - load_LxE).reshape(leaf.shape)
-
-    return jax.tree_util.tree_map_with_path(step, params)
 
 
 def microbatches(tokens_BxS1: jax.Array, count: int) -> jax.Array:

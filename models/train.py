@@ -13,7 +13,7 @@ import sys
 import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import asdict, astuple, replace
+from dataclasses import asdict, astuple
 from pathlib import Path
 from typing import Any
 
@@ -25,7 +25,7 @@ from jax.sharding import Mesh
 from tqdm import tqdm
 
 import jaxoffload
-from jaxoffload import Policy, UserError, proof
+from jaxoffload import UserError, proof
 from models import budget, checkpoints, data, metrics
 from models.config import Config, ConfigError, Distributed, Model, flat, load
 from models.metrics import say
@@ -76,7 +76,7 @@ def join(distributed: Distributed) -> None:
     launched = any(int(os.environ.get(name, 1)) > 1 for name in ("SLURM_STEP_NUM_TASKS", "OMPI_COMM_WORLD_SIZE"))
     if launched or distributed.coordinator:
         # After an error a process waits for the others, before it leaves: they may wait for it in a collective.
-        jax.distributed.initialize(*astuple(distributed), shutdown_timeout_seconds=60)
+        jax.distributed.initialize(*astuple(distributed), shutdown_timeout_seconds=60)  # type: ignore[misc]
 
 
 def import_te(model: Model) -> None:
@@ -113,42 +113,33 @@ def train(config: Config) -> int:
     if config.model.attention != "xla" and jax.default_backend() != "gpu":
         raise ConfigError(f"model.attention = {config.model.attention!r}: needs NVIDIA GPUs; must be xla here")
     check_same({**flat(config), "distributed.process_id": None}, "the config")
-    config = planned_once(config, mesh)
+    config = with_plan(config, mesh)
     source = data.open_data(config, *process_block(batch_sharding(mesh), (config.train.batch_size, 1)))
+    check_same(source.fingerprint, "what is found at data.path, or data.tokenizer,")
     made = program(config, mesh, source.end)
     say(budget.summary(config, made))
     with checkpoints.open_manager(out) as manager:
         last = manager.latest_step() or 0
+        if last:
+            checkpoints.refuse_changes(manager, last, made.state._asdict(), config, source)
         if last >= steps:
-            checkpoints.refuse_changes(manager, last, config, source)
             say(f"{out} is finished, at step {last} of {steps}")
             return 0
         compiled = compile_step(made)
         if config.train.verify and not last:
             verify(made)
         state = checkpoints.resume(manager, config, made, source)
-        if last:
-            say(f"continuing {out} from its checkpoint at step {last}")
+        say(f"continuing {out} from its checkpoint at step {last}" if last else f"metrics and checkpoints go to {out}")
         return loop(config, made, compiled, source, manager, state)
 
 
-def planned_once(config: Config, mesh: Mesh) -> Config:
-    """Return the config with the policy planned for `remat.budget`, if any. The plan stays when the run continues."""
-    file, asked = Path(config.train.out) / "plan.json", json.loads(json.dumps(asdict(config.remat)))
-    if config.remat.budget is None:
-        return config
-    if file.exists() and (before := json.loads(file.read_text()))["asked"] == asked:
-        say(f"remat.budget = {config.remat.budget!r}: the plan of {file} stays; remove it to plan anew")
-        policy = asdict(Policy(**before["policy"]))
-        return replace(config, remat=replace(config.remat, **policy))
-    chosen, plan = budget.planned(config, mesh)
-    policy = asdict(plan.policy)
-    check_same(policy, "the plan; give remat.budget a size, and remat.machine a file that all can read: it")
-    say(str(plan))
-    if jax.process_index() == 0:
-        file.parent.mkdir(parents=True, exist_ok=True)
-        file.write_text(json.dumps({"asked": asked, "policy": policy}))
-    return chosen
+def with_plan(config: Config, mesh: Mesh) -> Config:
+    """As `budget.planned`, of which all processes must make one plan; print it."""
+    config, plan = budget.planned(config, mesh)
+    if plan is not None:
+        check_same(asdict(plan.policy), "the plan; give remat.budget a size, and remat.machine a file for all: it")
+        say(str(plan))
+    return config
 
 
 def check_same(values: Any, what: str) -> None:
@@ -161,7 +152,7 @@ def check_same(values: Any, what: str) -> None:
 def lowered_step(made: Program, options: dict[str, Any]) -> jax.stages.Lowered:
     """Lower the training step, which takes over the memory of its state."""
     state = shardings_of(made.state)
-    where = {"in_shardings": (state, made.tokens.sharding), "out_shardings": (state, None)}
+    where: dict[str, Any] = {"in_shardings": (state, made.tokens.sharding), "out_shardings": (state, None)}
     step = jax.jit(made.step, **where, donate_argnums=0, compiler_options=options)
     return step.lower(made.state, made.tokens)
 
@@ -172,8 +163,9 @@ def compile_step(made: Program) -> jax.stages.Compiled:
     if plan := proof.memory_plan(compiled):
         outputs = plan.output_size_in_bytes - plan.alias_size_in_bytes
         device = budget.in_mib(plan.argument_size_in_bytes + outputs + plan.temp_size_in_bytes)
-        host = budget.in_mib(plan.host_argument_size_in_bytes + plan.host_temp_size_in_bytes)
-        say(f"the compiled step needs {device} on each device, and {host} of host memory")
+        host = plan.host_argument_size_in_bytes + plan.host_temp_size_in_bytes
+        where = f" on each device, and {budget.in_mib(host)} of host memory" if host else " on each device"
+        say(f"the compiled step needs {device}{where}")
     return compiled
 
 
@@ -232,7 +224,7 @@ def loop(
     if step < train.steps:
         say(f"stopped by SIGTERM; step {step} of {train.steps} is saved, and the same command continues")
         return 128 + signal.SIGTERM
-    say(f"finished; the baseline of a model without context is {source.unigram:.3f}")
+    say(f"finished; {config.train.out} has the checkpoint of step {step}")
     return 0
 
 

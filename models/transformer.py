@@ -10,7 +10,7 @@ import jaxoffload
 from jaxoffload import Policy, scope, tag
 from models.attention import Rotation, attend, rope, rotations
 from models.config import Model
-from models.moe import Balance, activate, experts, first_leaves
+from models.moe import Balance, activate, experts
 from models.sharding import batch_parts, constrain
 
 
@@ -83,8 +83,8 @@ class FeedForward(nnx.Module):
     def __init__(self, config: Model, rngs: nnx.Rngs, d_ff: int):
         D, F = config.d_model, d_ff
         self.activation = config.activation
-        for leaf in first_leaves(config.activation):
-            setattr(self, f"{leaf}_DxF", weight(rngs, (D, F), ("embed", "mlp"), D**-0.5))
+        self.gate_DxF = weight(rngs, (D, F), ("embed", "mlp"), D**-0.5)
+        self.up_DxF = weight(rngs, (D, F), ("embed", "mlp"), D**-0.5)
         self.down_FxD = weight(rngs, (F, D), ("mlp", "embed"), (2 * config.layers * F) ** -0.5)
 
     def feed(self, x_BxSxD: jax.Array, name: str) -> jax.Array:
@@ -92,9 +92,8 @@ class FeedForward(nnx.Module):
         dtype = x_BxSxD.dtype
         with scope(name):
             # Two arrays, not halves of one: each leaf is contiguous, and has a decision of its own.
-            leaves = first_leaves(self.activation)
-            fc1 = tag({leaf: x_BxSxD @ getattr(self, f"{leaf}_DxF").astype(dtype) for leaf in leaves}, "fc1")
-            fc1 = {leaf: constrain(fc1[leaf], f"{name}/fc1.{leaf}") for leaf in leaves}
+            fc1 = tag({"gate": x_BxSxD @ self.gate_DxF.astype(dtype), "up": x_BxSxD @ self.up_DxF.astype(dtype)}, "fc1")
+            fc1 = {leaf: constrain(value, f"{name}/fc1.{leaf}") for leaf, value in fc1.items()}
             act_BxSxF = constrain(tag(activate(fc1, self.activation), "act"), f"{name}/act")
             fc2_BxSxD = tag(act_BxSxF @ self.down_FxD.astype(dtype), "fc2")
             return constrain(fc2_BxSxD, f"{name}/fc2")
@@ -125,10 +124,8 @@ class MoE(nnx.Module):
         self.config = config
         self.norm = RMSNorm(config)
         self.router_DxE = weight(rngs, (D, E), ("residual", "router"), D**-0.5)
-        if config.balance_rate:
-            self.bias_E = nnx.Param(jnp.zeros(E, jnp.float32), axes=("router",))
-        for leaf in first_leaves(config.activation):
-            setattr(self, f"{leaf}_ExDxF", weight(rngs, (E, D, F), ("experts", "expert_embed", "mlp"), D**-0.5))
+        self.gate_ExDxF = weight(rngs, (E, D, F), ("experts", "expert_embed", "mlp"), D**-0.5)
+        self.up_ExDxF = weight(rngs, (E, D, F), ("experts", "expert_embed", "mlp"), D**-0.5)
         self.down_ExFxD = weight(rngs, (E, F, D), ("experts", "mlp", "expert_embed"), (2 * config.layers * F) ** -0.5)
         if config.shared_experts:
             self.shared = FeedForward(config, rngs, config.shared_experts * F)
@@ -137,9 +134,8 @@ class MoE(nnx.Module):
         config, dtype = self.config, x_BxSxD.dtype
         norm_BxSxD = tag(self.norm(x_BxSxD), "moe/norm")
         # Rounded before they are gathered, which halves what is sent; the router is float32.
-        weights = {leaf: getattr(self, f"{leaf}_ExDxF").astype(dtype) for leaf in first_leaves(config.activation)}
+        weights = {"gate": self.gate_ExDxF.astype(dtype), "up": self.up_ExDxF.astype(dtype)}
         weights |= {"down": self.down_ExFxD.astype(dtype), "router": self.router_DxE[...]}
-        weights |= {"bias": self.bias_E[...]} if config.balance_rate else {}
         out_BxSxD, balance = experts(config, norm_BxSxD, weights)
         if config.shared_experts:
             out_BxSxD += self.shared.feed(norm_BxSxD, "shared")
@@ -147,31 +143,25 @@ class MoE(nnx.Module):
 
 
 class Layer(nnx.Module):
-    """A decoder layer. Residuals: layer_input, mlp_input, and those of Attention and MLP."""
+    """A decoder layer, with experts unless the model or this layer is dense.
 
-    def __init__(self, config: Model, rngs: nnx.Rngs):
+    Residuals: layer_input, mlp_input, those of Attention, and those of MoE or MLP.
+    """
+
+    def __init__(self, config: Model, rngs: nnx.Rngs, dense: bool = False):
         self.attention = Attention(config, rngs)
-        self.mlp = MLP(config, rngs)
-
-    def __call__(self, x_BxSxD: jax.Array, rotation: Rotation, documents_BxS: jax.Array | None = None) -> jax.Array:
-        x_BxSxD = tag(x_BxSxD, "layer_input")
-        x_BxSxD = tag(x_BxSxD + self.attention(x_BxSxD, rotation, documents_BxS), "mlp_input")
-        return x_BxSxD + self.mlp(x_BxSxD)
-
-
-class ExpertLayer(nnx.Module):
-    """A decoder layer with experts. Residuals: layer_input, mlp_input, and those of Attention and MoE."""
-
-    def __init__(self, config: Model, rngs: nnx.Rngs):
-        self.attention = Attention(config, rngs)
-        self.moe = MoE(config, rngs)
+        self.has_experts = config.experts > 0 and not dense
+        if self.has_experts:
+            self.moe = MoE(config, rngs)
+        else:
+            self.mlp = MLP(config, rngs)
 
     def __call__(
         self, x_BxSxD: jax.Array, rotation: Rotation, documents_BxS: jax.Array | None = None
-    ) -> tuple[jax.Array, Balance]:
+    ) -> tuple[jax.Array, Balance | None]:
         x_BxSxD = tag(x_BxSxD, "layer_input")
         x_BxSxD = tag(x_BxSxD + self.attention(x_BxSxD, rotation, documents_BxS), "mlp_input")
-        out_BxSxD, balance = self.moe(x_BxSxD)
+        out_BxSxD, balance = self.moe(x_BxSxD) if self.has_experts else (self.mlp(x_BxSxD), None)
         return x_BxSxD + out_BxSxD, balance
 
 
@@ -185,11 +175,11 @@ class Transformer(nnx.Module):
         V, D = config.vocab_size, config.d_model
         self.config = config
         self.embedding_VxD = weight(rngs, (V, D), ("vocab", "embed"), 0.02)
-        if config.experts and config.dense_layers:
-            self.first = stacked(config.dense_layers, lambda rngs: Layer(config, rngs), rngs)
-        count, kind = (config.layers - config.dense_layers, ExpertLayer) if config.experts else (config.layers, Layer)
+        if config.dense_layers:
+            self.first = stacked(config.dense_layers, lambda rngs: Layer(config, rngs, dense=True), rngs)
+        count = config.layers - config.dense_layers
         shape = (groups, count // groups) if groups > 1 else count
-        self.layers = stacked(shape, lambda rngs: kind(config, rngs), rngs)
+        self.layers = stacked(shape, lambda rngs: Layer(config, rngs), rngs)
         self.norm = RMSNorm(config)
         if not config.tied_embeddings:
             self.unembedding_VxD = weight(rngs, (V, D), ("vocab", "embed"), 0.02)
@@ -212,12 +202,11 @@ class Transformer(nnx.Module):
             graph, params = nnx.split(layers)
 
             def layer(x_BxSxD: jax.Array, params: nnx.State) -> tuple[jax.Array, Balance | None]:
-                out = nnx.merge(graph, params)(x_BxSxD, rotation, documents_BxS)
-                return out if isinstance(out, tuple) else (out, None)
+                return nnx.merge(graph, params)(x_BxSxD, rotation, documents_BxS)
 
             return jaxoffload.scan(layer, x_BxSxD, params, policy=policy, strict=False)
 
-        if config.experts and config.dense_layers:
+        if config.dense_layers:
             x_BxSxD, _ = through(self.first, x_BxSxD)
         x_BxSxD, balance = through(self.layers, x_BxSxD)
         return constrain(x_BxSxD, "layer_input"), balance
@@ -292,12 +281,12 @@ def matmul_params(config: Model) -> int:
     The unembedding counts, and the lookup of embeddings does not. With experts, the router and the chosen and shared
     experts count.
     """
-    D, matmuls = config.d_model, len(first_leaves(config.activation)) + 1
+    D = config.d_model
     attention = 2 * D * config.d_head * (config.heads + config.kv_heads)
     dense = config.dense_layers if config.experts else config.layers
     chosen = (config.experts_per_token + config.shared_experts) * config.d_expert
-    mixed = (config.layers - dense) * D * (matmuls * chosen + config.experts)
-    return config.layers * attention + dense * matmuls * D * config.d_ff + mixed + config.vocab_size * D
+    mixed = (config.layers - dense) * D * (3 * chosen + config.experts)
+    return config.layers * attention + dense * 3 * D * config.d_ff + mixed + config.vocab_size * D
 
 
 def flops_per_token(config: Model, seq_len: int) -> int:

@@ -36,7 +36,6 @@ EXPERTS = Config(
         shared_experts=1,
         aux_loss=0.01,
         z_loss=0.001,
-        balance_rate=0.01,
     ),
     remat=Policy({"moe/fc1": "offload", "moe/act": "save"}, min_offload_bytes=0),
     train=TRAIN,

@@ -88,7 +88,7 @@ def test_plans_run_beside_other_policies(run, tmp_path, monkeypatch):
     """And what was predicted before is written beside what was measured."""
     sizes = {"layers": 4, "seq": 512, "d_model": 64, "kv_heads": 1, "head_dim": 32, "attention": "xla"}
     monkeypatch.setattr(plans, "SHAPES", {"tiny": plans.Shape(dense.CASE, sizes, 2)})
-    some = {name: plans.policies_of(dense.CASE)[name] for name in ("recompute", "gate moved", "drawn 0")}
+    some = {name: plans.policies_of(dense.CASE)[name] for name in ("recompute", "drawn 0")}
     monkeypatch.setattr(plans, "policies_of", lambda case: some)
     monkeypatch.setenv("XLA_PYTHON_CLIENT_MEM_FRACTION", "1")
     before, after = tmp_path / "before.json", tmp_path / "after.json"

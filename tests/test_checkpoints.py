@@ -10,9 +10,10 @@ from pathlib import Path
 import jax
 import jax.numpy as jnp
 import numpy as np
+import optax
 import pytest
 
-from models import checkpoints
+from models import checkpoints, transformer
 from models.config import Config, ConfigError, Data, Mesh, Model, Train
 from models.data import open_data
 from models.sharding import make_mesh
@@ -125,6 +126,7 @@ def test_any_bit_of_an_array_changes_its_checksum_and_so_do_places():
 
 
 @pytest.mark.claim("damage")
+@pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning")
 def test_who_deletes_a_damaged_checkpoint_continues_from_the_one_before(written, config, tmp_path):
     out = shutil.copytree(written, tmp_path / "out")
     for file in (out / "checkpoints/4/state").rglob("*"):
@@ -135,6 +137,7 @@ def test_who_deletes_a_damaged_checkpoint_continues_from_the_one_before(written,
     assert int(resumed(out, config)[0].step) == 2
     shutil.move(out / "checkpoints/2", out / "checkpoints/6")
     assert "delete it to start again" in refused(out, config)
+    gc.collect()
 
 
 @pytest.mark.claim("goes-on")
@@ -144,6 +147,26 @@ def test_what_a_kill_left_is_removed(written, config, tmp_path):
     (partial / "_CHECKPOINT_METADATA").unlink(missing_ok=True)
     assert int(resumed(out, config)[0].step) == 4
     assert not partial.exists()
+
+
+class Renamed(transformer.MLP):
+    def __init__(self, config, rngs):
+        super().__init__(config, rngs)
+        self.pre_norm = self.norm
+        del self.norm
+
+
+@pytest.mark.claim("refuses-to")
+def test_a_renamed_parameter_and_another_optimizer_are_named(written, config, monkeypatch):
+    with monkeypatch.context() as fork:
+        fork.setattr(transformer, "MLP", Renamed)
+        lost, new, last = refused(written, config).splitlines()
+    theirs, ours = (f"params/layers/mlp/{name}/scale_D/value" for name in ("norm", "pre_norm"))
+    assert lost == f"{theirs}: the checkpoint has it, the program does not; the nearest is {ours}"
+    assert new == f"{ours}: the program has it, the checkpoint does not; the nearest is {theirs}"
+    assert str(written / "checkpoints/4") in last
+    monkeypatch.setattr("models.step.adamw", lambda train: optax.sgd(0.1))
+    assert "optimizer/1/0/count: the checkpoint has it, the program does not" in refused(written, config)
 
 
 @pytest.mark.claim("refuses-to")

@@ -1,5 +1,6 @@
 """models/convert.py: weights of Hugging Face's layout, there and back, and the logits that transformers computes."""
 
+import dataclasses
 import importlib.util
 import json
 import shutil
@@ -15,7 +16,7 @@ from flax import nnx
 from jaxoffload import Policy
 from models import checkpoints, convert, metrics, train
 from models.attention import rotations
-from models.config import Config, load
+from models.config import Config, ConfigError, Model, load
 from models.step import State
 from models.transformer import Transformer
 
@@ -296,7 +297,6 @@ def test_tensors_that_are_missing_or_unknown_or_of_another_shape_are_named(tmp_p
 @pytest.mark.parametrize(
     "model, said",
     [
-        ("activation: relu2", "hidden_act = 'relu2': the model cannot represent it"),
         ("experts: 4, shared_experts: 1", "model.shared_experts = 1: must be 0 in mixtral"),
         ("experts: 4, renormalize: false", "model.renormalize = False: must be True in mixtral"),
         ("experts: 4, dense_layers: 1", "model.dense_layers = 1: must be 0 in mixtral"),
@@ -309,6 +309,19 @@ def test_what_cannot_be_exported_is_said(model, said, tmp_path, capsys):
     assert main("export", path, tmp_path / "b", f"train.out={tmp_path / 'out'}") == 2
     assert said in capsys.readouterr().err
     assert not (tmp_path / "b").exists()
+
+
+@pytest.mark.claim("new-fields")
+def test_what_a_fork_adds_is_refused_by_its_name(monkeypatch):
+    fields = [(name, int | None, None) for name in ("window", "sinks")]
+    model = dataclasses.make_dataclass("Model", fields, bases=(Model,), frozen=True)(window=4)
+    monkeypatch.setattr(convert, "Model", type(model))
+    with pytest.raises(ConfigError) as caught:
+        convert.check_model(convert.write_model(model), Config(model=model))
+    assert str(caught.value) == "model.window = 4: must be None in llama's config.json"
+    added = {"layers": {"attention": {"sinks_N": nnx.Param(jnp.ones((1, 4)))}}}
+    with pytest.raises(ConfigError, match=r"^params/layers/attention/sinks_N: none of llama's tensors is known for it"):
+        convert.tensors_of(nnx.State(added), model, "llama")
 
 
 def test_neither_files_nor_another_model_are_mixed_up(tmp_path, capsys):

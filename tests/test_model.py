@@ -16,7 +16,7 @@ import jaxoffload
 from jaxoffload import Policy
 from models.attention import rope, rotations
 from models.config import Config, Mesh, Model, Train, load
-from models.sharding import abstract_mesh
+from models.sharding import RULES, abstract_mesh, constrain
 from models.step import program, traceable
 from models.transformer import Transformer, flops_per_token, matmul_params, training_loss
 
@@ -292,3 +292,15 @@ def test_parameters_are_as_many_as_published(name, count, billions_a_token):
     assert sum(math.prod(leaf.shape) for leaf in jax.tree.leaves(made.state.params)) == count
     lookup = 0 if config.model.tied_embeddings else config.model.vocab_size * config.model.d_model
     assert (matmul_params(config.model) + lookup) / 1e9 == pytest.approx(billions_a_token, abs=0.06)
+
+
+@pytest.mark.claim("unknown-axes")
+def test_names_that_no_rule_knows_are_said_with_those_that_are_allowed():
+    with pytest.raises(
+        ValueError, match=r"'mlp/atc' is not in models.sharding.VALUES: must be one of .*; the nearest is mlp/act"
+    ):
+        constrain(jnp.ones((1, 2, 3)), "mlp/atc")
+    with pytest.raises(
+        ValueError, match=r"'vocabs' is not in models.sharding.Rules: must be one of .*; the nearest is vocab"
+    ):
+        RULES.spec("batch", None, "vocabs")

@@ -38,8 +38,8 @@ from jaxoffload.grouped import te
 from models import moe
 from models.attention import rotations
 from models.config import Mesh, Model
-from models.step import balanced, shardings_of
-from models.transformer import ExpertLayer, MoE, stacked
+from models.step import shardings_of
+from models.transformer import Layer, MoE, stacked
 
 pytestmark = pytest.mark.usefixtures("compiled_fast")
 SMALL = Model(
@@ -59,9 +59,8 @@ B, S = 2, 6
 T, R = B * S, 2 * B * S  # tokens; rows
 KINDS = [
     {},
-    {"router": "sigmoid", "renormalize": False, "route_scale": 2.5, "balance_rate": 0.1},
+    {"router": "sigmoid", "renormalize": False, "route_scale": 2.5, "experts": 5, "experts_per_token": 1},
     {"activation": "geglu", "shared_experts": 2, "experts_per_token": 3},
-    {"activation": "relu2", "experts": 5, "experts_per_token": 1},
 ]
 
 
@@ -84,23 +83,18 @@ def reference(x_TxD, p, config):
     sigmoid = lambda x: 1 / (1 + np.exp(-x))
 
     def expert(x, gate, up, down):
-        match config.activation:
-            case "swiglu":
-                return ((x @ gate) * sigmoid(x @ gate) * (x @ up)) @ down
-            case "geglu":
-                g = x @ gate
-                return (g / 2 * (1 + np.tanh(np.sqrt(2 / np.pi) * (g + 0.044715 * g**3))) * (x @ up)) @ down
-            case _:
-                return np.maximum(x @ up, 0) ** 2 @ down
+        g = x @ gate
+        if config.activation == "swiglu":
+            return (g * sigmoid(g) * (x @ up)) @ down
+        return (g / 2 * (1 + np.tanh(np.sqrt(2 / np.pi) * (g + 0.044715 * g**3))) * (x @ up)) @ down
 
-    none = [None] * config.experts
     for t, x in enumerate(x_TxD):
         logits = x @ p["router_DxE"]
         scores = sigmoid(logits) if config.router == "sigmoid" else np.exp(logits) / np.exp(logits).sum()
-        chosen = np.argsort(-(scores + p.get("bias_E", 0)), kind="stable")[: config.experts_per_token]
+        chosen = np.argsort(-scores, kind="stable")[: config.experts_per_token]
         weights = scores[chosen] / (scores[chosen].sum() if config.renormalize else 1) * config.route_scale
         for e, weight in zip(chosen, weights, strict=True):
-            out[t] += weight * expert(x, p.get("gate_ExDxF", none)[e], p["up_ExDxF"][e], p["down_ExFxD"][e])
+            out[t] += weight * expert(x, p["gate_ExDxF"][e], p["up_ExDxF"][e], p["down_ExFxD"][e])
         if "shared" in p:
             out[t] += expert(x, *(p["shared"][f"{leaf}"] for leaf in ("gate_DxF", "up_DxF", "down_FxD")))
     return out
@@ -125,7 +119,7 @@ def test_the_balance_by_hand():
     """3 tokens, 2 of 3 experts each: expert 0 gets 3 of the 6 rows, 1 gets 2, 2 gets 1."""
     logits = jnp.log(jnp.array([[0.5, 0.3, 0.2], [0.6, 0.3, 0.1], [0.5, 0.1, 0.4]]))
     scores = moe.router_scores(logits, "softmax")
-    chosen = moe.choose(scores, None, 2)
+    chosen = moe.choose(scores, 2)
     assert np.asarray(chosen.sizes_E).tolist() == [3, 2, 1]
     found = moe.balance_of(logits, scores, chosen, jnp.int32(3), ())
     assert_close(found.load_E, np.array([3 / 6, 2 / 6, 1 / 6]))
@@ -134,24 +128,10 @@ def test_the_balance_by_hand():
     assert_close([found.z, found.dropped], [0.0, 0.5], size=1)
 
 
-def test_a_bias_changes_the_choice_and_not_the_weights_and_evens_the_load():
-    scores = jnp.array([[0.6, 0.3, 0.1]])
-    chosen = moe.choose(scores, jnp.array([0.0, 0.0, 0.25]), 2)
-    assert np.asarray(chosen.ids_Txk).tolist() == [[0, 2]]
-    np.testing.assert_array_equal(moe.row_weights(scores, chosen, False, 1.0), np.float32([[0.6, 0.1]]))
-    params = {"moe": {"bias_E": jnp.zeros((1, 4)), "router_DxE": jnp.ones((1, 2, 4))}}
-    moved = balanced(params, jnp.array([[0.5, 0.25, 0.25, 0.0]]), 0.1)
-    assert_close(moved["moe"]["bias_E"], np.array([[-0.1, 0.0, 0.0, 0.1]]))
-    assert moved["moe"]["router_DxE"] is params["moe"]["router_DxE"]
-    # Two groups of one layer, as of virtual stages.
-    moved = balanced({"bias_E": jnp.zeros((2, 1, 2))}, jnp.array([[1.0, 0.0], [0.0, 1.0]]), 0.1)
-    np.testing.assert_allclose(moved["bias_E"], [[[-0.1, 0.1]], [[0.1, -0.1]]], rtol=1e-6)
-
-
 @pytest.mark.parametrize("align, size", [(1, 21), (4, 36)])
 def test_dispatch_combine_and_moved_are_each_others_transposes(align, size):
     scores = jax.random.uniform(jax.random.key(0), (7, 5))
-    chosen = moe.choose(scores, None, 3, align)
+    chosen = moe.choose(scores, 3, align)
     x, rows = jax.random.normal(jax.random.key(1), (7, 4)), jax.random.normal(jax.random.key(2), (size, 4))
     same_product = lambda a, b, c, d: assert_close(jnp.vdot(a, b), jnp.vdot(c, d), size=jnp.vdot(abs(a), abs(b)))
     y, back = jax.vjp(lambda x: moe.dispatch(x, chosen), x)
@@ -186,12 +166,12 @@ ROUTING_BYTES = 4 * (T * 2 + R + R + SMALL.experts)
 
 
 def layer(x, weights, config=SMALL):
-    graph = nnx.graphdef(nnx.eval_shape(lambda: ExpertLayer(config, nnx.Rngs(params=0))))
+    graph = nnx.graphdef(nnx.eval_shape(lambda: Layer(config, nnx.Rngs(params=0))))
     return nnx.merge(graph, weights)(x, rotations(S, config.d_head, config.rope_theta))
 
 
 def inputs(dtype=jnp.bfloat16, config=SMALL):
-    weights = nnx.state(stacked(config.layers, lambda rngs: ExpertLayer(config, rngs), nnx.Rngs(params=0)))
+    weights = nnx.state(stacked(config.layers, lambda rngs: Layer(config, rngs), nnx.Rngs(params=0)))
     return stream(dtype=dtype), weights
 
 
@@ -389,26 +369,11 @@ def test_repeated_steps_with_offload_have_the_bits_of_those_with_save(config):
 # ---- expert parallelism ----
 
 
-def as_jax_documents_it(operand, output, input_offsets, send_sizes, output_offsets, recv_sizes, *, axis_name):
-    """`lax.ragged_all_to_all`, which XLA implements for GPUs only."""
-    everybody = (operand, input_offsets, send_sizes, output_offsets)
-    everybody = [lax.all_gather(x, axis_name) for x in everybody]
-    place, me = jnp.arange(len(output)), lax.axis_index(axis_name)
-    for sender, (rows, first, many, there) in enumerate(zip(*everybody, strict=True)):
-        mine = (place >= there[me]) & (place < there[me] + many[me])
-        output = jnp.where(mine[:, None], rows[jnp.where(mine, first[me] + place - there[me], 0)], output)
-        output = jnp.where(many[me] == recv_sizes[sender], output, jnp.nan)
-    return output
-
-
 @pytest.mark.slow
 @pytest.mark.claim("exchange")
-@pytest.mark.parametrize("ragged", [False, True, pytest.param("gpu", marks=pytest.mark.gpu)])
 @pytest.mark.parametrize("seed, room, align", [(0, 9, 1), (1, 9, 16), (2, 4, 1), (3, 4, 16), (1, 1, 16), (2, 1, 1)])
-def test_rows_reach_their_experts_and_come_back(room, seed, align, ragged, monkeypatch):
+def test_rows_reach_their_experts_and_come_back(room, seed, align):
     """Several devices, twice as many experts, and 9 distinct rows on each device; to two experts or one at worst."""
-    if ragged is True:
-        monkeypatch.setattr(jax.lax, "ragged_all_to_all", as_jax_documents_it)
     devices, rows = min(4, jax.device_count()), 9
     experts = 2 * devices
     if devices < 2:
@@ -420,9 +385,9 @@ def test_rows_reach_their_experts_and_come_back(room, seed, align, ragged, monke
     numbers = 1 + np.arange(devices * rows, dtype=np.float32).reshape(devices * rows, 1)
 
     def on_a_device(sizes, numbers):
-        sent, dropped = moe.make_exchange(sizes[0], rows, room, align, bool(ragged))
+        sent, dropped = moe.make_exchange(sizes[0], rows, room, align)
         there = moe.to_experts(numbers, sent)
-        back, derivative = jax.vjp(lambda x: moe.from_experts(moe.to_experts(x, sent), sent, rows), numbers)
+        back, derivative = jax.vjp(lambda x: moe.from_experts(moe.to_experts(x, sent), sent), numbers)
         return there, sent.sizes_L, back, derivative(numbers)[0], dropped[None]
 
     mesh = jax.make_mesh((devices,), ("expert",), (jax.sharding.AxisType.Auto,), devices=jax.devices()[:devices])
@@ -471,7 +436,7 @@ def test_any_mesh_trains_as_one_device(sizes):
 def gradients_on(sizes: Mesh, spread: float = 0.3, **overrides) -> dict[str, np.ndarray]:
     """Return the gradients of the loss of two layers with experts, at parameters far from their initial values."""
     moved = Policy({"moe/fc1_input": "offload", "moe/fc1": "offload", "moe/act": "save"}, min_offload_bytes=0)
-    made = on(EXPERTS, sizes, moved, layers=2, dense_layers=0, shared_experts=0, balance_rate=0.0, **overrides)
+    made = on(EXPERTS, sizes, moved, layers=2, dense_layers=0, shared_experts=0, **overrides)
     rng = np.random.default_rng(0)
     params = jax.tree.map(lambda leaf: spread * rng.standard_normal(leaf.shape, np.float32), made.state.params)
     arguments = jax.device_put((params, TOKENS), shardings_of((made.state.params, made.microbatch)))
@@ -498,13 +463,12 @@ def apart(got, want):
 
 
 @pytest.mark.gpu
-@pytest.mark.parametrize("how", ["padded", "ragged"])
 @pytest.mark.parametrize("sizes", [Mesh(expert=2), Mesh(fsdp=2, expert=2)], ids=str)
-def test_gradients_with_experts_on_gpus_of_their_own_are_those_of_one(sizes, how):
+def test_gradients_with_experts_on_gpus_of_their_own_are_those_of_one(sizes):
     if jax.device_count() < (needed := sizes.expert * sizes.fsdp):
         pytest.skip(f"needs {needed} GPUs")
     with jax.default_matmul_precision("highest"):
-        off = apart(gradients_on(sizes, exchange=how), gradients_on(Mesh()))
+        off = apart(gradients_on(sizes), gradients_on(Mesh()))
     assert max(off.values()) < 1e-4, off
 
 
@@ -540,8 +504,8 @@ def test_the_contract_with_each_backend(backend, quantize):
     if (backend, quantize) == ("mosaic", "fp8"):
         pytest.skip("has no FP8")
     config = dataclasses.replace(LARGER, grouped=backend, quantize=quantize)
-    graph = nnx.graphdef(nnx.eval_shape(lambda: ExpertLayer(config, nnx.Rngs(params=0))))
-    w = nnx.state(stacked(config.layers, lambda rngs: ExpertLayer(config, rngs), nnx.Rngs(params=0)))
+    graph = nnx.graphdef(nnx.eval_shape(lambda: Layer(config, nnx.Rngs(params=0))))
+    w = nnx.state(stacked(config.layers, lambda rngs: Layer(config, rngs), nnx.Rngs(params=0)))
     x = jax.random.normal(jax.random.key(9), (2, 128, config.d_model), jnp.bfloat16)
     run_layer = lambda x, w: nnx.merge(graph, w)(x, rotations(128, config.d_head, 1e4))
     of_experts = [f"moe/{name}.{copy}" for name in ("fc1_input", "act") for copy in COPIES]
@@ -558,15 +522,22 @@ def test_the_contract_with_each_backend(backend, quantize):
 @pytest.mark.slow
 def test_microbatches_over_experts_devices():
     """Without the auxiliary loss, which each microbatch has for itself, they equal one batch on one device."""
-    plain = {"aux_loss": 0.0, "z_loss": 0.0, "balance_rate": 0.0}
+    plain = {"aux_loss": 0.0, "z_loss": 0.0}
     want, _ = stepped(on(EXPERTS, Mesh(), **plain), steps=1)
     got, _ = stepped(on(EXPERTS, Mesh(expert=4), train={"grad_accumulation": 2}, **plain), steps=1)
     assert_close([*got[0].values()][1:], [*want[0].values()][1:])
 
 
-def test_a_capacity_is_as_many_rows_as_written():
-    assert moe.capacity_rows(100, 2, 1.1) == 55  # 1.1 * 100 / 2 is above it
-    assert [moe.capacity_rows(100, 4, c) for c in (None, 1e308, 4, 1, 0.01, 1e-9)] == [100, 100, 100, 25, 1, 1]
+@pytest.mark.parametrize("room", [2, 700, 1024, 2048])
+def test_no_expert_pays_for_the_others_where_rows_are_dropped(room):
+    rng = np.random.default_rng(room)
+    for sizes in (rng.multinomial(2048, np.ones(32) / 32), rng.multinomial(2048, rng.dirichlet(np.ones(32) / 4))):
+        sizes = np.array([sizes[:8], sizes[8:16], sizes[16:24], sizes[24:]], np.int32)
+        fits, total = np.asarray(moe._kept_sizes(jnp.asarray(sizes), room)), sizes.sum(1, keepdims=True)
+        assert (fits >= 0).all() and (fits <= sizes).all() and (fits.sum(1) <= room).all()
+        assert (fits.sum(1) >= np.minimum(total[:, 0], room) - 1).all()
+        share = np.minimum(1, room / np.maximum(total, 1))
+        assert (abs(fits - share * sizes) < 2).all() and (fits == sizes)[total[:, 0] <= room].all()
 
 
 def test_experts_on_devices_of_their_own_with_64_bits_enabled():
@@ -587,21 +558,6 @@ def test_capacity_drops_rows_and_counts_them():
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("emulated", [True, pytest.param(False, marks=pytest.mark.gpu)])
-def test_the_same_rows_are_dropped_however_rows_travel(emulated, monkeypatch):
-    if emulated:
-        monkeypatch.setattr(jax.lax, "ragged_all_to_all", as_jax_documents_it)
-    elif jax.device_count() < 2:
-        pytest.skip("needs two GPUs")
-    with jax.default_matmul_precision("highest"):
-        whole, padded, ragged = (
-            gradients_on(Mesh(expert=2), capacity=capacity, exchange=how)
-            for capacity, how in ((None, "padded"), (1.0, "padded"), (1.0, "ragged"))
-        )
-    assert max(apart(ragged, padded).values()) < 1e-4 < 0.01 < max(apart(whole, padded).values())
-
-
-@pytest.mark.slow
 def test_the_loss_that_is_told_is_the_cross_entropy():
     made = on(EXPERTS, Mesh(), aux_loss=1.0, z_loss=1.0)
     state, tokens = start(made), jax.device_put(TOKENS, made.tokens.sharding)
@@ -617,7 +573,7 @@ def test_on_several_devices_tokens_are_routed_once_and_the_exchange_is_not_repea
     The number of arriving rows is exchanged once."""
 
     def found(rules, quantize=None):
-        plain = {"layers": 2, "dense_layers": 0, "shared_experts": 0, "balance_rate": 0.0, "quantize": quantize}
+        plain = {"layers": 2, "dense_layers": 0, "shared_experts": 0, "quantize": quantize}
         made = on(EXPERTS, Mesh(expert=4), Policy(rules, min_offload_bytes=0), **plain)
         jaxpr = jax.make_jaxpr(jax.grad(made.loss))(made.state.params, made.microbatch)
         sent = [eqn.outvars[0].aval for eqn in equations(jaxpr) if eqn.primitive.name == "all_to_all"]

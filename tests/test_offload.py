@@ -18,6 +18,7 @@ from jax.ad_checkpoint import checkpoint_name
 from jax.sharding import AxisType, PartitionSpec
 
 from jaxoffload import Policy, PolicyError, accumulate, offload, residuals, scan, tag, verify
+from jaxoffload._engine.host.need import need_of
 from jaxoffload._engine.jaxprs.walk import walk
 from jaxoffload._engine.layers.loops import backward_p, forward_p
 from jaxoffload._engine.layers.scan_primitive import scan_p
@@ -150,11 +151,9 @@ def test_only_a_constant_that_a_layer_reads_at_several_places_is_summed_in_anoth
 
 @pytest.mark.parametrize("f", PLACES.values(), ids=PLACES)
 def test_the_layers_are_run_by_our_loops_and_offload(f):
-    table = residuals(offload(lambda *args: jnp.sum(f(*args) ** 2)), X, W)
     jaxpr = jax.make_jaxpr(gradients_of(offload(f)))(X, W)
     assert {forward_p, backward_p} <= {site.eqn.primitive for site in walk(jaxpr)}
-    moved = [row.names[0] for rows in (table, *table.reruns) for row in rows if row.state == "offloaded"]
-    assert any(name.startswith("fc1") for name in moved)
+    assert need_of(jaxpr).bytes() > 0
 
 
 def count(primitive, f, *args):

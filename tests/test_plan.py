@@ -596,16 +596,15 @@ def test_a_config_has_a_budget_instead_of_decisions(capsys):
 
 @pytest.mark.slow
 @pytest.mark.claim("plan-of-a-run")
-def test_a_run_writes_its_plan_and_keeps_it(tmp_path, capsys, monkeypatch):
+def test_a_run_prints_its_plan_and_again_when_it_continues(tmp_path, capsys, monkeypatch):
     monkeypatch.setenv("HOME", str(tmp_path))
     run = [TINY, *SHORT, f"remat.machine={MACHINE}", f"train.out={tmp_path}", "model.vocab_size=300"]
-    steps = lambda count, budget="1GiB": train([*run, f"train.steps={count}", f"remat.budget={budget}"])
-    assert steps(2) == 0 and "ms per step" in capsys.readouterr().out
-    # What is there stays, whatever would be planned now.
-    written = json.loads((tmp_path / "plan.json").read_text())
-    written["policy"]["offload_layers"] = 1
-    (tmp_path / "plan.json").write_text(json.dumps(written))
-    assert steps(4) == 0 and "plan.json stays" in capsys.readouterr().out
-    # Another budget is another plan.
-    assert steps(4, "2GiB") == 0 and "stays" not in capsys.readouterr().out
-    assert json.loads((tmp_path / "plan.json").read_text())["policy"]["offload_layers"] == "all"
+    run += ["remat.budget=1GiB", "remat.residuals[attn/q]=recompute"]
+    planned = []
+    for steps in (2, 4):
+        assert train([*run, f"train.steps={steps}"]) == 0
+        said = capsys.readouterr().out
+        planned.append(said[: said.index(" parameters, ")].rpartition("\n")[0])
+        assert [line for line in said.splitlines() if line.startswith("attn/q ") and "recomputed" in line]
+    assert planned[0] == planned[1] and "ms per step" in planned[0]
+    assert "from its checkpoint at step 2" in said

@@ -532,7 +532,9 @@ def test_the_command_line_predicts_for_the_step(tmp_path, capsys):
     shown = capsys.readouterr().out
     assert shown.startswith("residual") and shown.endswith(f"{predicted(accumulated, ARGS[1], XS)}\n")
     assert main(["report", "test_predict:made_alone"]) == 2
-    assert "return its loss too, and the loss's arguments, of one microbatch" in capsys.readouterr().err
+    assert "give the loss that it differentiates, with the arguments of one microbatch" in capsys.readouterr().err
     file.write_text("{}")
-    assert main(asked) == 2 and f"--machine {file}: this is not what" in capsys.readouterr().err
-    assert main([*asked[:3], "no.json"]) == 2 and "No such file" in capsys.readouterr().err
+    for path, said in ((file, f"{file}: this is not what"), ("no.json", "No such file")):
+        with pytest.raises(SystemExit, match="2"):
+            main([*asked[:3], str(path)])
+        assert said in capsys.readouterr().err

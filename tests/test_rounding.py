@@ -13,8 +13,7 @@ from jaxoffload._tracing import as_reference
 from jaxoffload.proof._program.exact import compiled, exact_options
 from jaxoffload.proof._program.target import target_of
 from jaxoffload.proof._verify import gradients as _gradients
-from jaxoffload.proof._verify.bits import differences, numbers
-from jaxoffload.proof._verify.rounding import LIMIT, Rounding, furthest, rounding
+from jaxoffload.proof._verify.differences import LIMIT, Rounding, differences, furthest, numbers, rounding
 
 pytestmark = pytest.mark.slow
 BATCH, SEQ, DIM, WIDE, HEADS = 2, 8, 16, 24, 2
@@ -111,7 +110,7 @@ def test_layers_in_other_peoples_styles_have_their_references_gradients(dtype, d
     """LayerNorm, dropout, GELU, softmax by hand, einsums, convolutions, float32 islands."""
     target = target_of(lambda args: sum(losses(args)), (arguments(dtype),))
     program, run = target.exact_programs()
-    results, reference, differ, _ = _gradients._compare(program, run, target.arrays)
+    results, reference, differ = _gradients.compare(program, run, target.arrays)
     assert len(jax.tree.leaves(results)) > 2 * len(STYLES)
     # A GPU still rounds a few differently, such as einsums over experts.
     assert not differ or (device == "gpu" and rounding(results, reference, run, target.arrays).share < LIMIT)
@@ -149,7 +148,7 @@ def test_programs_that_xla_fuses_otherwise_are_compared_under_options_that_forbi
     said = "holds        gradients: 3 results are the reference's, bit for bit"
     assert str(verify(of_squares, *drawn_squares(0))["gradients"]) == said
     ours, reference = target_of(of_squares, drawn_squares(0)).exact_programs()
-    assert not [seed for seed in range(64) if _gradients._compare(ours, reference, drawn_squares(seed)).differ]
+    assert not [seed for seed in range(64) if _gradients.compare(ours, reference, drawn_squares(seed))[2]]
 
 
 X, W = (np.asarray(normal(seed, shape)) for seed, shape in ((1, (8, 8)), (2, (3, 8, 8))))
@@ -206,14 +205,14 @@ def test_what_is_wrong_is_more(change):
 @pytest.mark.parametrize("by, verdict", [(1e-7, "holds"), (1e-3, "fails")])
 def test_where_equal_arithmetic_cannot_be_had_results_are_judged_by_rounding(by, verdict, monkeypatch):
     """For example where XLA splits a sum over devices in only one of the programs."""
-    real = _gradients._compare
+    real = _gradients.compare
 
     def apart(program, reference, args):
-        results = real(program, reference, args)
-        ours = jax.tree.map(lambda x: x * np.asarray(1 + by, x.dtype), results.ours)
-        return results._replace(ours=ours, differ=list(differences(ours, results.reference)))
+        ours, reference, _ = real(program, reference, args)
+        ours = jax.tree.map(lambda x: x * np.asarray(1 + by, x.dtype), ours)
+        return ours, reference, list(differences(ours, reference))
 
-    monkeypatch.setattr(_gradients, "_compare", apart)
+    monkeypatch.setattr(_gradients, "compare", apart)
     found, said = _gradients.gradients(target_of(of_squares, drawn_squares(0)))
     assert found == verdict and "times the reference's own rounding error" in said
     assert said.startswith(
@@ -225,7 +224,7 @@ def test_a_reference_that_rounding_alone_changes_much_is_not_evidence(monkeypatc
     """Such as a router whose choice depends on rounding."""
     monkeypatch.setattr(_gradients, "rounding", lambda *_: Rounding(share=1.0, error=0.2))
     one = {"value": np.ones(1)}
-    compared = lambda program, reference, _: _gradients.Results(one, one, ["differs"], reference)
-    monkeypatch.setattr(_gradients, "_compare", compared)
+    compared = lambda program, reference, _: (one, one, ["differs"])
+    monkeypatch.setattr(_gradients, "compare", compared)
     found, said = _gradients.gradients(target_of(of_squares, drawn_squares(0)))
     assert found == "not checked" and "rounding alone moves the reference's by 0.2 of their norm" in said

@@ -18,7 +18,7 @@ from jaxoffload import Policy, accumulate, scan, tag
 from jaxoffload._engine.host.need import need_of
 from jaxoffload._engine.stages.schedule import Schedule
 from jaxoffload.proof._program import hlo
-from jaxoffload.proof._verify.stages import EXCHANGE, MOVED
+from jaxoffload.proof._verify.placement import EXCHANGE, MOVED
 
 assert nothing_cached and gpu  # fixtures
 pytestmark = [pytest.mark.gpu, pytest.mark.slow, pytest.mark.claim("stages")]

@@ -44,9 +44,8 @@ from jaxoffload._tracing import tracing
 from jaxoffload.proof import verify
 from jaxoffload.proof._command import main
 from jaxoffload.proof._program import exact as _exact
+from jaxoffload.proof._program import memory as _memory
 from jaxoffload.proof._program.target import target_of
-from jaxoffload.proof._verify import capacity as _capacity
-from jaxoffload.proof._verify import repeats as _repeats
 from jaxoffload.proof._verify.conservation import conservation
 from jaxoffload.proof._verify.gradients import gradients
 from jaxoffload.proof._verify.moves import moves, producers
@@ -106,9 +105,9 @@ def verdicts(found):
     return {check.claim: check.verdict for check in found}
 
 
-def one(claim, f, *args, **how):
+def one(claim, f, *args):
     """Return what one check says: its verdict, and the detail."""
-    return claim(target_of(f, args or (X, W), **how))
+    return claim(target_of(f, args or (X, W)))
 
 
 def both(f, *args):
@@ -141,25 +140,19 @@ def test_a_step_is_taken_as_it_is():
     assert "verify its loss" in found["conservation"].detail
 
 
-def test_abstract_arguments_are_filled_and_other_results_compared():
-    def with_aux(x, w, tokens):
-        return of_scan(x, w) + jnp.sum(tokens), {"tokens": tokens}
-
+def test_abstract_arguments_are_filled():
+    with_tokens = lambda x, w, tokens: of_scan(x, w) + jnp.sum(tokens)
     args = jax.eval_shape(lambda: (X, W, jnp.zeros(3, jnp.int32)))
-    assert one(gradients, with_aux, *args, has_aux=True) == ("holds", "5 results are the reference's, bit for bit")
-    for claim in (gradients, conservation):  # it only runs forward, and is not differentiated
-        verdict, said = one(claim, with_aux, *args)
-        assert verdict == "not checked" and "a loss returns one floating-point scalar; has_aux=True" in said
+    assert one(gradients, with_tokens, *args) == ("holds", "4 results are the reference's, bit for bit")
+
+
+def test_a_function_that_is_not_differentiated_is_not_checked():
+    for claim in (gradients, conservation):  # it only runs forward
+        verdict, said = one(claim, lambda x, w: (of_scan(x, w), x))
+        assert verdict == "not checked" and "give a loss, which returns one floating-point scalar" in said
 
 
 def test_bad_arguments_are_messages():
-    with pytest.raises(ValueError, match="repeats must be at least 3, got 1"):
-        verify(of_scan, X, W, repeats=1)
-    for switch in ("strict", "has_aux"):
-        with pytest.raises(TypeError, match=f"^verify: {switch} must be True or False, got 'no'"):
-            verify(of_scan, X, W, **{switch: "no"})
-    with pytest.raises(ValueError, match="has_aux: the function must return"):
-        verify(of_scan, X, W, has_aux=True)
     step, args, *_ = step_for(str(ROOT / "configs/tiny.yaml"), "mesh.fsdp=4")
     with pytest.raises(NotImplementedError, match=r"a mesh of 4 devices \(.*'fsdp': 4.*\) that are not here \(8 are\)"):
         verify(step, *args)
@@ -173,12 +166,10 @@ def test_bad_arguments_are_messages():
 # --- what is right
 
 
-def test_a_policy_given_to_verify_is_checkpoints():
-    loss = lambda x, w: jnp.sum(layer(x, w) ** 2)
-    assert one(gradients, loss, X, weights(), policy=RULES)[0] == "holds"
-    verdict, said = one(gradients, loss, X, weights())
+def test_layers_without_a_policy_have_no_reference():
+    verdict, said = one(gradients, lambda x, w: jnp.sum(layer(x, w) ** 2), X, weights())
     assert verdict == "not checked"
-    assert said.endswith("has no reference; is it jaxoffload's scan, chain or checkpoint that it calls?")
+    assert "has no reference; give a loss" in said
 
 
 def test_a_policy_of_jaxs_own_checkpoint_has_a_reference():
@@ -268,7 +259,7 @@ def test_results_that_do_not_depend_on_the_layers_are_not_evidence():
 
 
 def test_a_reference_that_does_not_fit_is_not_checked(monkeypatch):
-    monkeypatch.setattr(_capacity, "device_bytes", lambda: 10)
+    monkeypatch.setattr(_memory, "device_bytes", lambda: 10)
     verdict, said = one(gradients, of_scan)
     assert verdict == "not checked" and "of a device's 10 B; give it fewer layers" in said
     assert one(repeats, of_scan)[0] == "not checked"
@@ -290,7 +281,7 @@ def test_runs_that_differ_as_users_compile_them_must_be_equal_where_that_is_aske
     object.__setattr__(target, "program", (lambda x: {"y": x}) if again else target.fast_program)
     found, said = repeats(target)
     assert found == verdict and "run 2 differs from the first" in said
-    assert ("3 runs are equal if compiled to be deterministic, not as compiled for speed" in said) == again
+    assert ("4 runs are equal if compiled to be deterministic, not as compiled for speed" in said) == again
 
 
 # --- what goes to the host
@@ -367,7 +358,7 @@ def test_what_may_go_to_the_host_holds():
 
     args = X, W, jax.device_put(W, HOST)
     verdict, said = one(moves, step, *args)
-    assert verdict == "holds" and "3 values that go to the host 1 are marked offload" in said
+    assert verdict == "holds" and "3 value(s) that go to the host 1 are marked offload" in said
     weights_too = lambda x, w, moment: step(x, w, moment) | {"w": jax.device_put(w, HOST)}  # with the moments' shapes
     verdict, said = one(moves, weights_too, *args)
     assert verdict == "fails" and f"{ARGUMENT}, which has no name" in said
@@ -641,31 +632,19 @@ def fused(monkeypatch):
     return fused
 
 
-def test_a_jax_that_cannot_be_asked_is_left_as_it_is_and_named(fused, monkeypatch):
+def test_a_jax_that_cannot_be_asked_is_left_as_it_is(fused, monkeypatch):
     called = functools.partial(jax.nn.dot_product_attention, implementation="cudnn")
     heads = jax.ShapeDtypeStruct((2, 512, 8, 64), jnp.bfloat16)
     for causal in (True, False):
         masked = jax.make_jaxpr(functools.partial(called, is_causal=causal))(heads, heads, heads)
         (kernel,) = [s.eqn for s in walk(masked) if re.fullmatch(_jax.CUDNN_ATTENTION, s.eqn.primitive.name)]
         assert _jax.is_attention(kernel.primitive.name) and _jax.is_causal(kernel.params) is causal
-    attends = jax.make_jaxpr(jax.jit(called))(heads, heads, heads)
-    assert _exact.not_exact(attends) == ""
     monkeypatch.delattr(fused, _jax.CUDNN_CONFIG)
     before = dict(vars(fused)), dict(os.environ)
     with pytest.raises(ZeroDivisionError), _exact.deterministic_attention():
         assert os.environ["NVTE_ALLOW_NONDETERMINISTIC_ALGO"] == "0" and vars(fused) == before[0]
         1 / 0  # noqa: B018
     assert (dict(vars(fused)), dict(os.environ)) == before
-    assert "docs/upstream.md#cudnn-deterministic" in _exact.not_exact(attends)
-    assert _exact.not_exact(jax.make_jaxpr(jnp.sin)(1.0)) == ""
-    # Results that then differ from run to run are not evidence.
-    runs = iter(range(9))
-    target = dataclasses.replace(target_of(lambda x: {"y": x}, (X,)), jaxpr=attends)
-    for program in ("program", "fast_program"):
-        object.__setattr__(target, program, lambda x: jnp.float32(next(runs)))
-    monkeypatch.setattr(_repeats, "has_room_for", lambda program: True)
-    verdict, detail = repeats(target)
-    assert verdict == "not checked" and "run 2 differs" in detail and "cudnn-deterministic" in detail
 
 
 # --- on a GPU
@@ -709,7 +688,7 @@ def test_attention_of_transformer_engine_is_verified():
 @pytest.mark.gpu
 def test_a_profile_has_each_layers_copies():
     found = profile(of_scan, ROWS, STACKS)
-    assert found.unattributed_ms == 0 and found.moves, found
+    assert found.moves, found
     for direction in ("d2h", "h2d"):
         moves = [m for m in found.moves if m.direction == direction]
         assert sorted(m.layer for m in moves if m.layer is not None) == list(range(7)), found
@@ -738,10 +717,10 @@ def test_the_command_line_reports(capsys):
 @pytest.mark.slow
 @pytest.mark.claim("exit-status")
 def test_the_command_line_verifies(capsys, monkeypatch):
-    assert main(["verify", "test_verify:made", "both", "--json", "--strict"]) == 0
+    assert main(["verify", "test_verify:made", "both", "--json"]) == 0
     said = capsys.readouterr()
     found = json.loads(said.out)
-    checked = [line for line in said.err.splitlines() if line.startswith(("loss: ", "step: "))]  # without the progress
+    checked = said.err.splitlines()
     assert found["loss"]["ok"] and found["step"]["ok"] and len(checked) == 2 * len(ALL)
     rows_in_wrong_order(monkeypatch)
     jax.clear_caches()
@@ -759,30 +738,18 @@ def test_the_command_line_verifies(capsys, monkeypatch):
         (["profile", "test_verify:made", "step"], "profile: needs an NVIDIA GPU; JAX's default backend is cpu"),
         (["report", ".usr:f"], "'.usr:f' is not MODULE:FUNCTION"),
         (
-            ["report", "models.train:step_for"],
-            "cannot be called with 0 argument(s)",
-        ),
-        (
             ["verify", "models.train:step_for", "configs/tiny.yaml", "mesh.fsdp=4"],
             "'tensor': 1}) that are not here (8 are); give it a mesh of these",
         ),
         (["verify", "test_verify:made", "odd"], "must return (f, args) or (step, args, loss, loss_args)"),
-        (["report", "test_verify:made", "step"], "this is a step, whose residuals are internal to it; return its loss"),
+        (["report", "test_verify:made", "step"], "give the loss that it differentiates, with the arguments of one"),
         (["report", "models.train:step_for", "configs/tiny.yaml", "train.step=1"], "Did you mean: 'steps'?"),
         (
             ["report", "models.train:step_for", "configs/tiny.yaml", "remat.residuals[mlp/fcl]=offload"],
             "residuals['mlp/fcl']: matches no tagged value",
         ),
         (["report", "mine:number"], "mine has no function 'number'"),
-        (
-            ["report", "mine:few"],
-            "mine:few returns <lambda>, which cannot be called with 1 argument(s): missing a required argument: 'y'",
-        ),
-        (["report", "mine:text"], "mine:text returns args[0] = 'hello'; allowed are arrays and"),
-        (["report", "test_verify:made", "loss", "--machine", "{mine}/slow.json"], "writes: one: 0.0 is not a rate"),
-        (["report", "test_verify:made", "loss", "--html", "/dev/full"], "/dev/full: No space left on device"),
         (["report", "mine:nothing"], "must return (f, args) or (step, args, loss, loss_args)"),
-        (["report", "test_verify:made", "loss", "--html", "configs"], "configs: Is a directory; must be a file"),
     ],
 )
 def test_what_cannot_be_done_is_a_message(asked, said, capsys, mine):
@@ -791,13 +758,22 @@ def test_what_cannot_be_done_is_a_message(asked, said, capsys, mine):
     assert said in err and "Traceback" not in err
 
 
-def test_options_may_stand_anywhere_and_a_loss_may_have_other_results(capsys, mine):
-    assert main(["verify", "mine:pair", "--json", "2", "--has-aux"]) == 0
-    found = json.loads(capsys.readouterr().out)["loss"]
-    assert found["checks"][0]["verdict"] == "holds" and "5 results" in found["checks"][0]["detail"]
-    with pytest.raises(SystemExit):
-        main(["verify", "mine:pair", "--jsn", "2"])
-    assert "unrecognized arguments: --jsn" in capsys.readouterr().err
+@pytest.mark.parametrize(
+    "asked, said",
+    [
+        (["verify", "mine:nothing", "--jsn", "2"], "unrecognized arguments: --jsn"),
+        (["report", "mine:nothing", "--machine", "{mine}/slow.json"], "writes: one: 0.0 is not a rate"),
+    ],
+)
+def test_options_are_refused_before_anything_runs(asked, said, capsys, mine):
+    with pytest.raises(SystemExit, match="2"):
+        main([text.format(mine=mine) for text in asked])
+    assert said in capsys.readouterr().err
+
+
+def test_options_may_stand_anywhere(capsys, mine):
+    assert main(["verify", "mine:few", "--json", "2"]) == 0
+    assert json.loads(capsys.readouterr().out)["loss"]["checks"][0]["verdict"] == "holds"
 
 
 @pytest.mark.parametrize(
@@ -832,10 +808,8 @@ def mine(tmp_path, monkeypatch):
     """A user's modules."""
     (tmp_path / "mine.py").write_text(
         "def raises():\n  raise NotImplementedError\n\ndef divides():\n  1 / 0\n\ndef nothing():\n  return None, ()\n"
-        "number = 1\n\ndef few():\n  return (lambda x, y: x), (1.0,)\n\n"
-        "def text():\n  return (lambda x: x), ('hello',)\n"
-        "def ours(x, w):\n  import test_verify\n  return test_verify.of_scan(x, w), {'n': x[0, 0]}\n"
-        "def pair(_):\n  import test_verify\n  return ours, (test_verify.X, test_verify.weights(4))\n"
+        "number = 1\n\n"
+        "def few(_):\n  import test_verify\n  return test_verify.of_scan, (test_verify.X, test_verify.weights(4))\n"
     )
     rates = {"d2h": 1.0, "h2d": 1.0, "together": 0.0}
     both = {"one": rates, "all": rates, "attention_tflops": [1, 1], "gemm_tflops": 1, "hbm_gb_s": 1}

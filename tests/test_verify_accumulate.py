@@ -116,7 +116,7 @@ FAULTS = {
     "a third set of stacks": (
         a_third_set_of_stacks,
         "conservation",
-        "beside two sets of stacks and their rows the step puts 12.00 KiB there",
+        "beside its stacks and their rows the step puts 12.00 KiB on the host",
     ),
 }
 
@@ -141,21 +141,21 @@ ROW = BATCH * DIM * 4  # bytes of one layer's x
 @pytest.mark.parametrize(
     "fields, moved, rows",
     [
-        ({}, LAYERS - 1, 2 * LAYERS),
-        ({"resident_layers": 0}, LAYERS, 2 * LAYERS + 1),
-        ({"offload_layers": 1}, 1, 2 * 2),
-        ({"offload_layers": 1, "other_layers": "recompute", "resident_layers": 1}, 1, 2 + 1),
+        ({}, LAYERS - 1, LAYERS),
+        ({"resident_layers": 0}, LAYERS, LAYERS + 1),
+        ({"offload_layers": 1}, 1, 2),
+        ({"offload_layers": 1, "other_layers": "recompute", "resident_layers": 1}, 1, 2),
     ],
     ids=str,
 )
 def test_the_bytes_of_one_microbatch_on_the_device_and_of_two_on_the_host(fields, moved, rows, count, monkeypatch):
-    """By hand: rows of x that move; all rows of two stacks, and the last layer's if that stands alone."""
+    """By hand: rows of x that move; all rows of a stack, and the last layer's if that stands alone."""
     monkeypatch.setattr(by_layers, "ends", lambda scans, *_: (scans, scans))  # nothing stays on the device
     rules = policy({"x": "offload", "fc1": "recompute", "act": "save"}, **fields)
     step = step_under(rules)
     verdict, said = conservation(target_of(step, (WEIGHTS, MICROBATCHES[:count])))
     assert verdict == "holds", said
-    assert f"; of two {readable(rows * ROW)} on the host, padding rows included" in said
+    assert f"; of two at most {readable(2 * rows * ROW)} on the host, padding rows included" in said
     if fields.get("other_layers") != "recompute":  # there, less is on the device too
         assert said.startswith(f"of one microbatch by the jaxpr {readable(moved * ROW)} less than the reference's")
 
@@ -217,7 +217,7 @@ def test_what_cannot_be_told_by_the_bytes_of_a_step():
 
     target = target_of(lambda w, x: accumulate(beside)(w, x), (WEIGHTS, MICROBATCHES))
     verdict, said = conservation(target)
-    assert verdict == "not checked" and said.endswith("the loss offloads beside its scans too"), said
+    assert verdict == "holds", said  # what moves beside the scans counts, too
     verdict, said = producers(target)
     assert verdict == "not checked" and said.endswith("what other checkpoints keep, or run again, is not known"), said
     twice = lambda w, x: (step_under()(w, x), accumulate(loss_under(policy({"x": "offload"})))(w, x))

@@ -22,7 +22,6 @@ from ._program.scheduling import scheduling_options as scheduling_options
 from ._rates import AttentionRate as AttentionRate
 from ._rates import Gemms as Gemms
 from ._rates import Link as Link
-from ._report.page import about as about
 from ._report.page import page as page
 from ._report.profile import Move as Move
 from ._report.profile import Profile as Profile

@@ -1,85 +1,56 @@
 """The command line: python -m jaxoffload report | plan | verify | profile | machine MODULE:FUNCTION [ARGUMENT ...]"""
 
 import argparse
-import contextlib
 import importlib
-import inspect
 import io
 import itertools
 import json
 import sys
-import threading
-import time
 import traceback
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from pathlib import Path
-from typing import Any, NamedTuple
-
-import jax
+from typing import Any
 
 from .. import proof
-from .._engine.layers.loops import DifferentiatedTwice
-from .._errors import Problem, UserError
+from .._errors import UserError
 from .._text import nearest
 from ._program.results import run_of
 from ._residuals.residuals import residuals
-from ._residuals.table import Residuals
 
 USAGE = """\
-  python -m jaxoffload report models.train:step_for configs/llama3-8b.yaml
   python -m jaxoffload verify models.train:step_for configs/tiny.yaml train.batch_size=2
   python -m jaxoffload machine --out h200.json
   python -m jaxoffload report models.train:step_for configs/llama3-8b.yaml --machine h200.json
   python -m jaxoffload plan models.train:step_for configs/llama3-8b.yaml --budget 70GiB --machine h200.json
 
-report prints where the backward pass finds each residual, and why. It allocates nothing and runs on any machine. For
-a machine that was measured, here or elsewhere, it also says whether each residual's copies fit behind its layer.
-plan chooses the policy whose predicted step is the fastest of those that fit in a budget of device memory. It
-allocates nothing and runs on any machine.
-verify runs the function here and checks what is claimed of it.
-profile runs the step on a GPU and prints how long each residual's copies take, and how much of that is exposed.
-machine measures the GPUs of this machine, or prints what it measured before; it takes no function.
+report and plan allocate nothing and run on any machine; the others run here. For a machine that was measured, here or
+elsewhere, report also predicts the step, and says whether each residual's copies fit behind its layer.
 
 MODULE:FUNCTION is called with the ARGUMENTs, which are strings. It returns (f, args), a loss or a training step and a
 tuple of its arguments, arrays or jax.ShapeDtypeStructs; or (step, args, loss, loss_args), where the step differentiates
-the loss."""
+the loss.
 
-EXIT_CODES = "exit codes: 0 all that was checked holds; 1 a claim fails; 2 it cannot run, or the function raised"
+exit codes: 0 all that was checked holds; 1 a claim fails; 2 it cannot run, or the function raised"""
 
 
-class CannotRun(UserError):
+Made = tuple[Any, tuple[Any, ...], Any, tuple[Any, ...]]  # f, args, loss, loss_args
+
+
+class CannotRun(Exception):
     """The command cannot run; the message says what is allowed."""
-
-    def __init__(self, why: str):
-        super().__init__([Problem("jaxoffload", why)])
-
-
-class Made(NamedTuple):
-    """The functions and arguments that MODULE:FUNCTION returned; `loss` is `f` where it returned only one function."""
-
-    f: Any
-    args: tuple[Any, ...]
-    loss: Any
-    loss_args: tuple[Any, ...]
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Run a command and return the exit code; see EXIT_CODES."""
+    """Run a command and return the exit code."""
     options = parse(arguments)
     for stream in (sys.stdout, sys.stderr):
         if isinstance(stream, io.TextIOWrapper):
             stream.reconfigure(errors="replace")  # for a terminal that cannot show "·"
     try:
-        for path in filter(None, (options.html, options.out)):
-            with written(path):  # before anything runs
-                path.open("a").close()
-        with progress(options.command):
-            return options.run(options)
+        return options.run(options)
     except Exception as why:
-        if isinstance(why, (CannotRun, MemoryError, NotImplementedError)) and why.args:
+        if isinstance(why, (CannotRun, UserError, MemoryError, NotImplementedError)) and why.args:
             print(f"python -m jaxoffload: {why}", file=sys.stderr)
-        elif isinstance(why, UserError):  # as of a config or a policy
-            print(f"{options.function} cannot run:\n{why}", file=sys.stderr)
         else:  # the function's own fault
             traceback.print_exc()
         return 2
@@ -87,25 +58,17 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
     raw = argparse.RawDescriptionHelpFormatter
-    parser = argparse.ArgumentParser(
-        prog="python -m jaxoffload", description=USAGE, epilog=EXIT_CODES, formatter_class=raw
-    )
+    parser = argparse.ArgumentParser(prog="python -m jaxoffload", description=USAGE, formatter_class=raw)
     commands = parser.add_subparsers(
         required=True, dest="command", metavar="report | plan | verify | profile | machine"
     )
     for command in (report, plan, verify, profile, machine):
         one = commands.add_parser(command.__name__, help=command.__doc__, description=command.__doc__)
-        one.set_defaults(run=command, html=None, out=None)
+        one.set_defaults(run=command)
         one.add_argument("--json", action="store_true", help="print one JSON object instead")
         if command is not machine:
             one.add_argument("function", metavar="MODULE:FUNCTION")
             one.add_argument("arguments", nargs="*", default=[], metavar="ARGUMENT")
-        if command in (report, verify, profile):
-            one.add_argument("--html", type=Path, metavar="FILE", help="also write a self-contained page")
-        if command is verify:
-            text = "fail where TransformerEngine has the host read group sizes, which is only listed otherwise"
-            one.add_argument("--strict", action="store_true", help=text)
-            one.add_argument("--has-aux", action="store_true", help="the loss returns (scalar, other results)")
         if command is plan:
             text = "bytes per device, such as 70GiB; by default what JAX may use of this GPU, less 5 %%"
             one.add_argument("--budget", metavar="BYTES", help=text)
@@ -114,7 +77,9 @@ def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
             one.add_argument("--compile", action=argparse.BooleanOptionalAction, help="whether XLA is asked for memory")
         if command in (report, plan):
             text = "what `machine --out` wrote; by default what was measured here, if anything"
-            one.add_argument("--machine", type=Path, metavar="FILE", help=text)
+            one.add_argument("--machine", type=_machine, metavar="FILE", help=text)
+        if command is profile:
+            one.add_argument("--html", type=Path, metavar="FILE", help="also write a page with a picture")
         if command is machine:
             one.add_argument("--again", action="store_true", help="measure, whatever was measured before")
             one.add_argument("--out", type=Path, metavar="FILE", help="also write it for --machine, as JSON")
@@ -125,41 +90,20 @@ def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
     return options
 
 
-@contextlib.contextmanager
-def progress(what: str) -> Iterator[None]:
-    """Print how long a command has run, once that is more than 2 seconds."""
-    done, begin = threading.Event(), time.monotonic()
-
-    def tell() -> None:
-        seconds, every, end = (2, 1, "\r") if sys.stderr.isatty() else (2, 30, "\n")
-        while not done.wait(seconds):
-            print(f"{what}: {time.monotonic() - begin:.0f} s", end=end, file=sys.stderr, flush=True)
-            seconds = every
-
-    teller = threading.Thread(target=tell, daemon=True)
-    teller.start()
+def _machine(path: str) -> proof.Machine:
     try:
-        yield
-    finally:
-        done.set()
-        teller.join()
+        return proof.Machine.from_json(Path(path).read_text())
+    except (OSError, ValueError) as why:
+        raise argparse.ArgumentTypeError(f"{path}: {why}") from why
 
 
-@contextlib.contextmanager
-def written(path: Path) -> Iterator[None]:
-    """Raise CannotRun where a file cannot be written."""
-    try:
-        yield
-    except OSError as why:
-        raise CannotRun(f"{path}: {why.strerror}; must be a file that can be written") from why
-
-
-def made_by(where: str, arguments: Sequence[str]) -> Made:
-    """Call MODULE:FUNCTION.
+def made_by(options: argparse.Namespace) -> Made:
+    """Call MODULE:FUNCTION; the loss that it returns is `f` where it returns only one function.
 
     Raises:
       CannotRun: there is no such function, or it returns something else.
     """
+    where = options.function
     module_name, colon, name = where.partition(":")
     if not (colon and name.isidentifier() and all(part.isidentifier() for part in module_name.split("."))):
         raise CannotRun(f"{where!r} is not MODULE:FUNCTION, such as models.train:step_for")
@@ -172,98 +116,61 @@ def made_by(where: str, arguments: Sequence[str]) -> Made:
     if not callable(make := getattr(module, name, None)):
         defined = [key for key, value in vars(module).items() if getattr(value, "__module__", "") == module_name]
         raise CannotRun(f"{where}: {module_name} has no function {name!r}{nearest(name, defined)}")
-    check_arguments(where, make, arguments)
-    made = make(*arguments)
+    made = make(*options.arguments)
     is_right = isinstance(made, tuple) and len(made) in (2, 4)
     if not is_right or not all(callable(f) and isinstance(args, tuple) for f, args in itertools.batched(made, 2)):
         raise CannotRun(f"{where} must return (f, args) or (step, args, loss, loss_args), where the args are tuples")
-    for f, args in itertools.batched(made, 2):
-        check_arguments(f"{where} returns {getattr(f, '__name__', repr(f))}, which", f, args)
-        for path, leaf in jax.tree_util.tree_leaves_with_path(args):
-            if not hasattr(leaf, "dtype") and not isinstance(leaf, (bool, int, float, complex)):
-                at = f"args{jax.tree_util.keystr(path)}"
-                raise CannotRun(f"{where} returns {at} = {leaf!r:.60}; allowed are arrays and jax.ShapeDtypeStructs")
-    return Made(*made[:2], *made[-2:])
-
-
-def check_arguments(what: str, f: Any, args: Sequence[Any]) -> None:
-    """Raise CannotRun if a function does not take these arguments."""
-    with contextlib.suppress(ValueError):  # it has no signature
-        try:
-            inspect.signature(f).bind(*args)
-        except TypeError as why:
-            raise CannotRun(f"{what} cannot be called with {len(args)} argument(s): {why}") from why
-
-
-def table_of(made: Made) -> Residuals | None:
-    """Return the residuals; None for a step that came without its loss."""
-    try:
-        return residuals(made.loss, *made.loss_args)
-    except DifferentiatedTwice:
-        return None
+    return (*made[:2], *made[-2:])
 
 
 def report(options: argparse.Namespace) -> int:
     """Print where the backward pass finds each residual, and why, without allocating anything."""
-    made = made_by(options.function, options.arguments)
-    if (table := table_of(made)) is None:
-        raise CannotRun(
-            "this is a step, whose residuals are internal to it; return its loss too, and the loss's arguments, of one "
-            "microbatch if there are several"
-        )
-    known = read_machine(options.machine) if options.machine else proof.known_machine()
-    step = proof.predict(made.f, *made.args, machine=known) if known else None
+    f, args, loss, loss_args = made_by(options)
+    table = residuals(loss, *loss_args)
+    known = options.machine or proof.known_machine()
+    step = proof.predict(f, *args, machine=known) if known else None
     if options.json:
         print(json.dumps(json.loads(table.to_json()) | ({"step": json.loads(step.to_json())} if step else {})))
     else:
         print(table, *([step] if step else []), sep="\n")
-    write_page(options, made)
     return 0
 
 
 def plan(options: argparse.Namespace) -> int:
     """Choose the policy whose predicted step is the fastest of those that fit, without allocating anything."""
-    made = made_by(options.function, options.arguments)
-    known = read_machine(options.machine) if options.machine else None
+    f, args, *_ = made_by(options)
     sizes = {"budget": options.budget, "host_budget": options.host_budget}
-    found = proof.plan(made.f, *made.args, machine=known, compile=options.compile, **sizes)
+    found = proof.plan(f, *args, machine=options.machine, compile=options.compile, **sizes)
     print(found.to_json() if options.json else found)
     return 0
 
 
-def read_machine(path: Path) -> proof.Machine:
-    try:
-        return proof.Machine.from_json(path.read_text())
-    except (OSError, ValueError) as why:
-        raise CannotRun(f"--machine {path}: {why}") from why
-
-
 def verify(options: argparse.Namespace) -> int:
     """Run the function here and check what is claimed of it."""
-    made = made_by(options.function, options.arguments)
-    is_loss = made.f is not made.loss or run_of(made.loss, made.loss_args, options.has_aux)[1]
-    functions = {"loss" if is_loss else "step": (made.loss, made.loss_args, options.has_aux)}
-    if made.f is not made.loss:
-        functions["step"] = (made.f, made.args, False)
-    checks: list[tuple[str, proof.Check]] = []
-    for what, (f, args, has_aux) in functions.items():
-        for check in proof.checks(f, *args, has_aux=has_aux, strict=options.strict):
-            checks.append((what, check))
+    step, step_args, loss, loss_args = made_by(options)
+    is_loss = step is not loss or run_of(loss, loss_args)[1]
+    functions = {"loss" if is_loss else "step": (loss, loss_args)}
+    functions |= {"step": (step, step_args)} if step is not loss else {}
+    found = {}
+    for what, (f, args) in functions.items():
+        checks = []
+        for check in proof.checks(f, *args):
+            checks.append(check)
             print(f"{what}: {check}", file=sys.stderr if options.json else sys.stdout, flush=True)
-    found = {what: proof.Verification(tuple(check for of, check in checks if of == what)) for what in functions}
+        found[what] = proof.Verification(tuple(checks))
     if options.json:
         print(json.dumps({what: json.loads(each.to_json()) for what, each in found.items()}))
-    runs = options.html and jax.default_backend() == "gpu"
-    write_page(options, made, checks=checks, profile=proof.profile(made.f, *made.args) if runs else None)
     return int(not all(each.ok for each in found.values()))
 
 
 def profile(options: argparse.Namespace) -> int:
     """Run the step on a GPU and print how long each residual's copies take, and how much of that is exposed."""
-    made = made_by(options.function, options.arguments)
-    profiled = proof.profile(made.f, *made.args)
+    f, args, *_ = made_by(options)
+    profiled = proof.profile(f, *args)
     print(profiled.to_json() if options.json else profiled)
-    write_page(options, made, profile=profiled)
+    if options.html:
+        text = proof.page(" ".join((options.function, *options.arguments)), profiled)
+        options.html.write_text(text, encoding="utf-8")
     return 0
 
 
@@ -274,12 +181,3 @@ def machine(options: argparse.Namespace) -> int:
     if options.out:
         options.out.write_text(measured_here.to_json() + "\n")
     return 0
-
-
-def write_page(options: argparse.Namespace, made: Made, **shown: Any) -> None:
-    """Write the page, if it was asked for."""
-    if options.html:
-        title = " ".join((options.function, *options.arguments))
-        text = proof.page(title, proof.about(), table_of(made), **shown)
-        with written(options.html):
-            options.html.write_text(text, encoding="utf-8")

@@ -18,7 +18,7 @@ from ..._engine.stages.last_rows import travels
 from ..._jax import nbytes
 from ..._text import readable
 from .._program.host_transfers import for_host
-from .._residuals.divided import Divided, Rows, parts_of_stored, rows_of
+from .._residuals.divided import Rows, divided, parts_of_stored, rows_of
 from .machine import Machine
 from .measure import Bus
 from .shard_maps import axes_of, shard_maps_around
@@ -119,14 +119,14 @@ def fits_in(jaxpr: Jaxpr, args: Any, devices: int, machine: Machine) -> tuple[Fi
     arguments = [leaf for leaf in jax.tree.leaves(args) if getattr(leaf, "sharding", None) is not None]
     rows, of_microbatches = rows_of(arguments), rows_of(arguments, axis=1)  # a microbatch is a row of an argument
     rows = {length: max(rows.get(length, 1), of_microbatches.get(length, 1)) for length in rows | of_microbatches}
-    passes = list(_passes(jaxpr, 1, devices, {}, Divided(jaxpr, rows).rows))
+    passes = list(_passes(jaxpr, 1, devices, {}, divided(jaxpr, rows).rows))
     return (*_in_turn(passes, machine, devices), *_interleaved(passes, machine, devices))
 
 
 class _Pass(NamedTuple):
     """An equation that runs loops of ours, how often it runs, and over how many devices it is spread.
 
-    `axes`: the sizes of the mesh axes of a `shard_map` around it. `rows`: as for `Divided`.
+    `axes`: the sizes of the mesh axes of a `shard_map` around it. `rows`: as for `divided`.
     """
 
     eqn: JaxprEqn

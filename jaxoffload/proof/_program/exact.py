@@ -2,18 +2,15 @@
 
 import contextlib
 import os
-import re
 import threading
 from collections.abc import Callable, Iterator
 from typing import Any
 
 import jax
-from jax.extend.core import Jaxpr
 
 from ..._compiler_options import is_for_gpu
 from ..._engine.host.slow_copies import untold
-from ..._engine.jaxprs.walk import walk
-from ..._jax import CUDNN_ATTENTION, CUDNN_CONFIG, cudnn_lowering
+from ..._jax import CUDNN_CONFIG, cudnn_lowering
 
 _MAY_BE_ATOMIC = "NVTE_ALLOW_NONDETERMINISTIC_ALGO"  # TransformerEngine's variable
 
@@ -91,8 +88,8 @@ def deterministic_attention() -> Iterator[None]:
     the graph of the others (jaxlib 0.11.2: "IndexError: absl::container_internal::raw_hash_map<>::at"), and JAX has no
     public switch: docs/upstream.md#cudnn-deterministic. So, until the context is left:
 
-    - JAX's function that writes the configuration of each such call adds `force_deterministic`. A JAX without that
-      function stays as it is, and `not_exact` says so.
+    - JAX's function that writes the configuration of each such call adds `force_deterministic`; a JAX without that
+      function stays as it is.
     - The environment variable NVTE_ALLOW_NONDETERMINISTIC_ALGO, which TransformerEngine reads as it lowers, is "0".
     """
     (lowering, config_of), before = cudnn_lowering(), os.environ.get(_MAY_BE_ATOMIC)
@@ -117,10 +114,3 @@ def deterministic_attention() -> Iterator[None]:
             del os.environ[_MAY_BE_ATOMIC]
         else:
             os.environ[_MAY_BE_ATOMIC] = before
-
-
-def not_exact(jaxpr: Jaxpr) -> str:
-    """Return why one program may give other bits each time it runs, whatever the options; empty if it may not."""
-    if cudnn_lowering()[1] or not any(re.fullmatch(CUDNN_ATTENTION, site.eqn.primitive.name) for site in walk(jaxpr)):
-        return ""
-    return "this JAX offers no way to ask cuDNN's attention to be deterministic: docs/upstream.md#cudnn-deterministic"

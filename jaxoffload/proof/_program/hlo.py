@@ -5,7 +5,7 @@ import functools
 import math
 import re
 from collections import Counter, defaultdict
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator
 from typing import Any, NamedTuple
 
 from ..._engine.stages.repeated import REPEATED_SCOPE
@@ -17,6 +17,7 @@ _CALLS = re.compile(
     r"=(%[\w.\-]+|\{%[^}]*\})"
 )
 _NAME = re.compile(r"%([\w.\-]+)")
+_ARRAY = re.compile(r"(([a-z]+(\d*))\w*\[([\d,]*)\])")
 
 
 class Instruction(NamedTuple):
@@ -61,11 +62,6 @@ class Instruction(NamedTuple):
         return _first(r"jaxoffload\((\(matmul\)|[^()]*)\)", self.text)
 
     @property
-    def microbatches(self) -> int:
-        """How many `accumulate` interleaves, if it is a part of that; else 1."""
-        return int(_first(r"jaxoffload\.accumulate\((\d+)\)", self.text) or 1)
-
-    @property
     def starts_host_copy(self) -> bool:
         return self.opcode.endswith("-start") and self.on_host
 
@@ -77,20 +73,13 @@ def _first(pattern: str, text: str) -> str:
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class Module:
-    """A compiled program; `name` is the one that a profile gives it."""
+    """A compiled program: its instructions by computation and name. `name` is the one that a profile gives it."""
 
     name: str
-    instructions: tuple[Instruction, ...]
+    computations: dict[str, dict[str, Instruction]]
 
     def __iter__(self) -> Iterator[Instruction]:
-        return iter(self.instructions)
-
-    @functools.cached_property
-    def computations(self) -> dict[str, list[Instruction]]:
-        computations = defaultdict(list)
-        for line in self:
-            computations[line.computation].append(line)
-        return dict(computations)
+        return (line for lines in self.computations.values() for line in lines.values())
 
     @functools.cached_property
     def trip_counts(self) -> dict[str, int]:
@@ -119,9 +108,8 @@ class Module:
         return {computation: count(computation) for computation in self.computations}
 
     def operands(self, line: Instruction) -> list[Instruction]:
-        return [
-            self._named[line.computation, name] for name in line.operands if (line.computation, name) in self._named
-        ]
+        inside = self.computations[line.computation]
+        return [inside[name] for name in line.operands if name in inside]
 
     def sources(self, line: Instruction) -> list[Instruction]:
         """Return the operands of an instruction, looked for behind bitcasts and tuples."""
@@ -137,16 +125,12 @@ class Module:
 
     def called(self, line: Instruction) -> Iterator[Instruction]:
         """Return the instructions of the computations that it runs."""
-        return (inner for name in line.calls for inner in self.computations.get(name, []))
-
-    @functools.cached_property
-    def _named(self) -> dict[tuple[str, str], Instruction]:
-        return {(line.computation, line.name): line for line in self}
+        return (inner for name in line.calls for inner in self.computations.get(name, {}).values())
 
 
 def parse(text: str) -> Module:
     """Read a compiled program's `as_text()`."""
-    computation, instructions = "", []
+    computations, computation = defaultdict[str, dict[str, Instruction]](dict), ""
     for line in text.splitlines():
         if begins := _COMPUTATION.match(line):
             computation = begins[1]
@@ -154,11 +138,17 @@ def parse(text: str) -> Module:
             name, shape, opcode, rest = match.groups()
             operands = tuple(_NAME.findall(rest.partition(")")[0]))
             calls = tuple(_NAME.findall(" ".join(_CALLS.findall(line))))
-            instructions.append(Instruction(computation, name, shape, opcode, operands, calls, line))
-    return Module(text.removeprefix("HloModule ").partition(",")[0], tuple(instructions))
+            computations[computation][name] = Instruction(computation, name, shape, opcode, operands, calls, line)
+    return Module(text.removeprefix("HloModule ").partition(",")[0], dict(computations))
 
 
 COLLECTIVES = ("all-gather", "all-reduce", "all-to-all", "collective-permute", "ragged-all-to-all", "reduce-scatter")
+
+
+def collective_of(line: Instruction, module: Module) -> Instruction | None:
+    """Return the collective that an instruction is or runs, as a kernel of its own does; None without one."""
+    each = (line, *module.called(line))
+    return next((inner for inner in each if inner.opcode.removesuffix("-start") in COLLECTIVES), None)
 
 
 def collectives(module: Module, which: Callable[[Instruction], bool] = lambda _: True) -> Counter[tuple[str, str]]:
@@ -166,7 +156,7 @@ def collectives(module: Module, which: Callable[[Instruction], bool] = lambda _:
     counts = Counter[tuple[str, str]]()
     for line in filter(which, module):
         if (kind := line.opcode.removesuffix("-start")) in COLLECTIVES:
-            shapes = re.findall(r"\w+\[[\d,]*\]", results_of(line))
+            shapes = [array.text for array in arrays_of(results_of(line))]
             # An all-to-all lists one array as several segments.
             for shape in dict.fromkeys(shapes) if kind == "all-to-all" else shapes:
                 counts[kind, shape] += module.runs[line.computation]
@@ -182,34 +172,20 @@ def results_of(line: Instruction) -> str:
     return line.shape.partition(", ")[2] if has_one else line.shape
 
 
-def collective_kernels(modules: Iterable[Any]) -> set[str]:
+def collective_kernels(module: Module, modules: Iterable[Any]) -> set[str]:
     """Return the names that a profile gives to asynchronous collectives that XLA runs as kernels of its own.
 
     It does so with small ones between GPUs with NVLink. They are dealt out to the same few streams as the host copies,
     and the program's text does not name them. https://github.com/openxla/xla/pull/46463
 
     Args:
-      modules: `runtime_executable().hlo_modules()` of a compiled program.
+      modules: `runtime_executable().hlo_modules()` of the compiled program.
     """
-    names = set()
-    for module in modules:
-        bodies = {body.name: list(body.instructions()) for body in module.computations()}
-        collects = {name for name, lines in bodies.items() if any(_is_collective(line.to_string()) for line in lines)}
-        starts = (line for lines in bodies.values() for line in lines if line.opcode.name == "kAsyncStart")
-        for wrapped in (start.async_wrapped_root() for start in starts):
-            text = wrapped.to_string()
-            if _is_collective(text) or collects.intersection(_NAME.findall(" ".join(_CALLS.findall(text)))):
-                names.add(wrapped.name)
-    return names
-
-
-def _is_collective(text: str) -> bool:
-    return re.search(rf" (?:{'|'.join(COLLECTIVES)})(?:-start)?\(", text) is not None
-
-
-def decided_on_host(module: Module) -> set[str]:
-    """Return the loops and branches, whose conditions XLA copies to the host as they run."""
-    return {line.name for line in module if line.opcode in ("while", "conditional")}
+    starts = {line.name for line in module if line.opcode.endswith("-start") and collective_of(line, module)}
+    lines = (line for each in modules for body in each.computations() for line in body.instructions())
+    return {
+        line.async_wrapped_root().name for line in lines if line.opcode.name == "kAsyncStart" and line.name in starts
+    }
 
 
 def with_sizes_on_the_host(module: Module) -> set[str]:
@@ -241,15 +217,17 @@ def kernels_on_host_memory(module: Module) -> list[Instruction]:
 def out_of_range(module: Module) -> Iterator[Instruction]:
     """Yield DMA copies of a stack's row whose offset, which XLA:GPU does not clamp, is wrong in some iteration."""
     for start in (line for line in module if line.opcode == "fusion-start"):
-        for copy in _row_copies(start, module):
-            size, rows = _row_bytes((copy if "update" in copy.opcode else module.operands(copy)[0]).shape)
-            if not {*row_offsets(copy, module.trip_counts.get(start.computation, 1))} <= {*range(0, size * rows, size)}:
+        for copy, offsets in _row_copies(start, module):
+            stack = arrays_of((copy if "update" in copy.opcode else module.operands(copy)[0]).shape)[0]
+            if not set(offsets) <= set(range(0, stack.nbytes, stack.row_bytes)):
                 yield copy
 
 
-def _row_copies(start: Instruction, module: Module) -> Iterator[Instruction]:
-    """Return the copies of a stack's row that an instruction starts."""
-    return (line for line in module.called(start) if line.opcode.startswith("dynamic-"))
+def _row_copies(start: Instruction, module: Module) -> Iterator[tuple[Instruction, list[int]]]:
+    """Yield the copies of a stack's row that an instruction starts, with `row_offsets`."""
+    iterations = module.trip_counts.get(start.computation, 1)
+    copies = (line for line in module.called(start) if line.opcode.startswith("dynamic-"))
+    return ((copy, row_offsets(copy, iterations)) for copy in copies)
 
 
 def row_offsets(copy: Instruction, iterations: int) -> list[int]:
@@ -272,29 +250,30 @@ def of_unknown_length(module: Module) -> list[Instruction]:
     return [line for line in module if line.opcode == "while" and unknown.intersection(line.calls)]
 
 
-def _row_bytes(shape: str) -> tuple[int, int]:
-    """Return the bytes of a row of `bf16[9,512,256]{...}`, and how many rows it has; a scalar is one."""
-    dtype, sizes = dtype_and_sizes(shape)
-    rows, *row = sizes or [1]
-    return _bytes(dtype, row), rows
+class Array(NamedTuple):
+    """An array in a shape such as `(bf16[9,512,256]{2,1,0}, u32[])`, as it is written there."""
+
+    text: str
+    sizes: tuple[int, ...]
+    nbytes: int
+
+    @property
+    def row_bytes(self) -> int:
+        return self.nbytes // self.sizes[0]
 
 
-def _bytes(dtype: str, sizes: Sequence[int]) -> int:
-    """Return the bytes of an array. XLA packs `s4`, `f4e2m1fn` and the like (`E(4)` in layouts); a `token` has none."""
-    bits = 8 if dtype == "pred" else int(_first(r"^[a-z]+(\d+)", dtype) or 0)
-    return -(-math.prod(sizes) * bits // 8)
+def arrays_of(shape: str) -> list[Array]:
+    """Return the arrays in a shape. XLA packs `s4`, `f4e2m1fn` and the like; a `token` has no bytes."""
+    arrays = []
+    for text, dtype, bits, written in _ARRAY.findall(shape):
+        sizes = tuple(int(size) for size in written.split(",") if size)
+        arrays.append(Array(text, sizes, -(-math.prod(sizes) * (8 if dtype == "pred" else int(bits or 0)) // 8)))
+    return arrays
 
 
 def nbytes(shape: str) -> int:
-    """Return the bytes of `bf16[9,512,256]{...}`, or of all arrays of a tuple."""
-    return sum(_bytes(*dtype_and_sizes(array)) for array in re.findall(r"\w+\[[\d,]*\]", shape))
-
-
-def dtype_and_sizes(shape: str) -> tuple[str, list[int]]:
-    """Return the dtype and the sizes of `bf16[9,512,256]{...}`, or of the first of several shapes."""
-    match = re.search(r"(\w+)\[([\d,]*)\]", shape)
-    assert match, shape
-    return match[1], [int(size) for size in match[2].split(",") if size]
+    """Return the bytes of all arrays in a shape."""
+    return sum(array.nbytes for array in arrays_of(shape))
 
 
 class Copy(NamedTuple):
@@ -306,7 +285,6 @@ class Copy(NamedTuple):
       rows: those of a stack that it copies, one in each iteration of its loop, as far as the program says which; empty
         if it copies a whole array.
       to_host: or from there.
-      microbatches: how many `accumulate` interleaves there; 1 outside of it.
     """
 
     residual: str
@@ -314,31 +292,25 @@ class Copy(NamedTuple):
     loop: str
     rows: tuple[int, ...]
     to_host: bool
-    microbatches: int = 1
 
 
 def host_copies(module: Module) -> dict[str, Copy]:
     """Return the asynchronous copies by the names that a profile gives them."""
     copies = {}
     for line in (line for line in module if line.starts_host_copy):
-        size, count = _row_bytes(line.shape)
-        named = _naming(line, module)
-        of_all = named.scope if named else "", (named or line).microbatches
-        if line.opcode != "fusion-start":
-            # The first of a copy's shapes is what it makes.
-            to_host = "S(5)" in line.shape.partition("}")[0]
-            copies[line.name] = Copy(of_all[0], size * count, line.computation, (), to_host, of_all[1])
-            continue
-        # A profile names a row's copy after the instruction in the computation that it calls, which is named after it.
-        name = line.calls[0].replace("_computation", "") if line.calls else line.name
-        iterations = module.trip_counts.get(line.computation, 1)
-        rows = [offset // size for copy in _row_copies(line, module) for offset in row_offsets(copy, iterations)]
-        copies[name] = Copy(of_all[0], size, line.computation, tuple(rows), "update" in name, of_all[1])
+        name, array, rows = line.name, arrays_of(line.shape)[0], tuple[int, ...]()
+        size, to_host = array.nbytes, "S(5)" in line.shape.partition("}")[0]  # the first shape is what a copy makes
+        if line.opcode == "fusion-start":
+            # A profile names it after the instruction in the computation that it calls, which is named after that.
+            name, size = line.calls[0].replace("_computation", ""), array.row_bytes
+            to_host = "update" in name
+            rows = tuple(offset // size for _, offsets in _row_copies(line, module) for offset in offsets)
+        copies[name] = Copy(_residual_of(line, module), size, line.computation, rows, to_host)
     return copies
 
 
-def _naming(copy: Instruction, module: Module) -> Instruction | None:
-    """Return the instruction whose scope says which residual a copy copies.
+def _residual_of(copy: Instruction, module: Module) -> str:
+    """Return the names of the residual that a copy copies; empty where nothing says.
 
     `scan` and `chain` trace each in a scope of its own, which is in the metadata of the copy, of its end (since
     jaxlib 0.12), or of what it waits for: its operand, or what that is an element of. What a copy put on the host is
@@ -346,23 +318,20 @@ def _naming(copy: Instruction, module: Module) -> Instruction | None:
     loop's body copies the rows of the layers before. Where a loop over microbatches carries it, an iteration copied it
     to the host.
     """
-    sources = module.sources(copy)[:1]
-    ends = (line for line in module.computations[copy.computation] if line.opcode == "copy-done")
-    waits_for = [*module.operands(copy)[:1], *sources]
-    for line in (copy, *(end for end in ends if module.sources(end) == [copy]), *waits_for):
-        if line.scope:
-            return line
-    source = next(iter(sources), copy)
-    before = next(iter(module.sources(source)), copy)
+    in_its_place = module.computations[copy.computation].values()
+    ends = (line for line in in_its_place if line.opcode == "copy-done" and module.sources(line) == [copy])
+    source = next(iter(module.sources(copy)), copy)
+    if scope := next((x.scope for x in (copy, *ends, *module.operands(copy)[:1], source) if x.scope), ""):
+        return scope
+    before, element = next(iter(module.sources(source)), copy), source.element
     if source.opcode == "copy-done" and before is not copy:
-        return _naming(before, module)
-    element = source.element
-    for row in module.called(before) if element and before.opcode == "while" else ():
-        if row.opcode == "fusion-start" and row.on_host and element in [x.element for x in module.sources(row)]:
-            return _naming(row, module)
-    bodies = {"while": before.calls, "parameter": (source.computation,)}.get(before.opcode, ()) if element else ()
-    for root in (line for body in bodies for line in module.computations.get(body, ()) if line.is_root):
-        carried = module.operands(root)[int(element) :][:1]
-        for start in (module.sources(end)[0] for end in carried if end.opcode == "copy-done"):
-            return _naming(start, module)
-    return None
+        return _residual_of(before, module)
+    starts = []
+    if element and before.opcode in ("while", "parameter"):
+        called = list(module.called(before)) if before.opcode == "while" else []
+        inside = called or list(in_its_place)
+        rows = (line for line in called if line.opcode == "fusion-start" and line.on_host)
+        starts += [row for row in rows if element in [x.element for x in module.sources(row)]]
+        carried = (module.operands(line)[int(element)] for line in inside if line.is_root and line.opcode == "tuple")
+        starts += [module.sources(end)[0] for end in carried if end.opcode == "copy-done"]
+    return _residual_of(starts[0], module) if starts else ""

@@ -1,6 +1,12 @@
-"""The memory that XLA planned for a compiled program."""
+"""The memory that XLA planned for a compiled program, and whether a device has it."""
 
 from typing import Any
+
+import jax
+
+from ..._text import readable
+
+VISIBLE = 64 * 2**20  # bytes; memory differs by some MiB for other reasons
 
 
 def memory_plan(program: Any) -> Any:
@@ -19,3 +25,16 @@ def memory_plan(program: Any) -> Any:
         return program.memory_analysis()
     except RuntimeError:  # docs/upstream.md#memory-analysis
         return None
+
+
+def device_bytes() -> int | None:
+    """Return the bytes that a device offers; None where it does not tell."""
+    return (jax.local_devices()[0].memory_stats() or {}).get("bytes_limit")
+
+
+def too_large(program: Any, copies: int = 1) -> str:
+    """Return what a program with so many copies of its arguments needs, if a device offers less; else empty."""
+    if (limit := device_bytes()) is None or (planned := memory_plan(program)) is None:
+        return ""
+    needed = copies * planned.argument_size_in_bytes + planned.output_size_in_bytes + planned.temp_size_in_bytes
+    return f"needs {readable(needed)} of a device's {readable(limit)}" if needed > limit else ""

@@ -14,19 +14,11 @@ from jax.extend.core import Jaxpr
 from ..._jax import dce_jaxpr
 
 
-def run_of(f: Callable[..., Any], args: tuple[Any, ...], has_aux: bool = False) -> tuple[Callable[..., Any], bool]:
+def run_of(f: Callable[..., Any], args: tuple[Any, ...]) -> tuple[Callable[..., Any], bool]:
     """Return what is verified of a function, as a function of its arguments that returns all results by name; and
-    whether `f` is a loss, which that function differentiates.
-
-    Raises:
-      ValueError: `has_aux`, and `f` returns something else than a pair.
-    """
-    out = jax.eval_shape(f, *args)
-    if has_aux and not (isinstance(out, tuple) and len(out) == 2):
-        raise ValueError(f"has_aux: the function must return (loss, other results), not {type(out).__name__}")
-    if has_aux or _is_of_a_loss(out, args):
-        return _differentiated(f, has_aux), True
-    return _all_of(f), False
+    whether `f` is a loss, which that function differentiates."""
+    is_loss = _is_of_a_loss(jax.eval_shape(f, *args), args)
+    return (_differentiated(f) if is_loss else _all_of(f)), is_loss
 
 
 def trace_of(f: Callable[..., Any], args: tuple[Any, ...]) -> tuple[Jaxpr, bool]:
@@ -37,7 +29,7 @@ def trace_of(f: Callable[..., Any], args: tuple[Any, ...]) -> tuple[Jaxpr, bool]
     jaxpr, out = jax.make_jaxpr(_all_of(f), return_shape=True)(*args)
     if not _is_of_a_loss(out["result"], args):
         return without_dead_code(jaxpr), False
-    return without_dead_code(jax.make_jaxpr(_differentiated(f, False))(*args)), True
+    return without_dead_code(jax.make_jaxpr(_differentiated(f))(*args)), True
 
 
 def without_dead_code(jaxpr: Jaxpr) -> Jaxpr:
@@ -58,7 +50,7 @@ def _is_of_a_loss(out: Any, args: tuple[Any, ...]) -> bool:
     return is_scalar and not (nnx and any(isinstance(node, nnx.Optimizer) for node in _nodes(nnx, args)))
 
 
-def _differentiated(f: Callable[..., Any], has_aux: bool) -> Callable[..., Any]:
+def _differentiated(loss: Callable[..., Any]) -> Callable[..., Any]:
     """Return the value and the gradient with respect to all floating-point leaves, by name."""
 
     def run(*args: Any) -> dict[str, Any]:
@@ -68,12 +60,12 @@ def _differentiated(f: Callable[..., Any], has_aux: bool) -> Callable[..., Any]:
         def of_floating(xs: list[Any]) -> Any:
             whole = dict(enumerate(leaves)) | dict(zip(floating, xs, strict=True))
             args = jax.tree.unflatten(tree, whole.values())
-            out = f(*args)
-            return out[0] if has_aux else out, {"value": out, **_modules(args, but_parameters=True)}
+            return loss(*args), _modules(args, but_parameters=True)
 
-        (_, results), cotangents = jax.value_and_grad(of_floating, has_aux=True)([leaves[i] for i in floating])
+        (value, modules), cotangents = jax.value_and_grad(of_floating, has_aux=True)([leaves[i] for i in floating])
         gradient = dict(zip(floating, cotangents, strict=True))
-        return {**results, "gradient": jax.tree.unflatten(tree, [gradient.get(i) for i in range(len(leaves))])}
+        by_leaf = [gradient.get(i) for i in range(len(leaves))]
+        return {"value": value, **modules, "gradient": jax.tree.unflatten(tree, by_leaf)}
 
     return run
 

@@ -10,28 +10,23 @@ them as it compiles: a first compilation tells the names and the shapes.
 """
 
 import re
-from collections.abc import Iterator
 from typing import Any
 
 from ..._compiler_options import compiler_options, with_times
 from ..._engine.cost.cost import attention_flops, grouped_sides
 from ..._engine.cost.lone_pass import RATES
 from ..._text import short
-from .._rates import Link
-from .hlo import COLLECTIVES, Instruction, Module, dtype_and_sizes, nbytes, parse, results_of
-from .kernels import ATTENTION_KERNELS, KINDS, flops_of_instruction
+from .hlo import Instruction, Module, arrays_of, collective_of, nbytes, parse, results_of
+from .kernels import ATTENTION_KERNELS, flops_of_instruction, kind_of_kernel
 
-# An H200's, whatever runs: all processes must compile the same program, and what counts is one time against another.
-_LINK = Link(2, (2**16, 2**22, 2**28), (3.0, 80.0, 130.0), (3.0, 80.0, 130.0), (3.0, 80.0, 155.0))
+# All times are an H200's, whatever runs: all processes must compile the same program, and what counts is one time
+# against another. Of collectives, between two GPUs:
+_LATENCY, _LINK_GB_S = 10e-6, 150.0
 _LEAST = 1e-6  # seconds: XLA takes what is known to take 0 for unknown
-_ON_LINK = {
-    "all-gather": ("all_gather",),
-    "reduce-scatter": ("reduce_scatter",),
-    "all-reduce": ("reduce_scatter", "all_gather"),
-}
 # What takes no time of its own, or is told by `compiler_options`.
 _FREE = {"parameter", "constant", "tuple", "get-tuple-element", "bitcast", "opt-barrier", "partition-id", "replica-id"}
-_FREE |= {"while", "conditional", "call", "after-all", "copy-start"}
+_BODIES = {"while", "conditional", "call"}  # what has a schedule of its own
+_FREE |= _BODIES | {"after-all", "copy-start"}
 
 
 def scheduling_options(
@@ -72,14 +67,11 @@ def scheduling_options(
 
 def times(module: Module) -> dict[str, float]:
     """Return the seconds of each instruction that XLA schedules, by the name that it has there."""
-    known = ((_scheduled_name(line), seconds_of(line, module)) for line in _scheduled(module))
-    return {name: max(seconds, _LEAST) for name, seconds in known if seconds is not None}
-
-
-def _scheduled(module: Module) -> Iterator[Instruction]:
-    """Return the instructions of the program and of its loops and branches, not those inside of kernels."""
-    inside = {name for line in module if line.opcode not in ("while", "conditional", "call") for name in line.calls}
-    return (line for line in module if line.computation not in inside)
+    inside_kernels = {name for line in module if line.opcode not in _BODIES for name in line.calls}
+    known = {
+        _scheduled_name(line): seconds_of(line, module) for line in module if line.computation not in inside_kernels
+    }
+    return {name: max(seconds, _LEAST) for name, seconds in known.items() if seconds is not None}
 
 
 def _scheduled_name(line: Instruction) -> str:
@@ -92,10 +84,11 @@ def seconds_of(line: Instruction, module: Module) -> float | None:
     """Return the seconds of an instruction; None where it is not for us to say."""
     if line.opcode in _FREE or line.opcode.endswith("-done") or line.starts_host_copy:
         return None
-    for each in (line, *module.called(line)):
-        if (what := each.opcode.removesuffix("-start")) in COLLECTIVES:
-            size = max(sum(nbytes(operand.shape) for operand in module.operands(each)), nbytes(results_of(each)))
-            return sum(_LINK.seconds(way, size, _LINK.gpus) for way in _ON_LINK.get(what, ("all_to_all",)))
+    if collective := collective_of(line, module):
+        operands = sum(nbytes(operand.shape) for operand in module.operands(collective))
+        one = _LATENCY + max(operands, nbytes(results_of(collective))) / 2 / _LINK_GB_S / 1e9
+        is_both = collective.opcode.startswith("all-reduce")  # a reduce-scatter, and an all-gather
+        return 2 * one if is_both else one
     if line.opcode.endswith("-start"):
         return None
     moving = _moved(line, module) / RATES.hbm_gb_s / 1e9
@@ -104,43 +97,30 @@ def seconds_of(line: Instruction, module: Module) -> float | None:
 
 def _computing(line: Instruction, module: Module) -> float:
     """Return the seconds of a kernel's FLOPs; 0 where they are not known."""
-    shapes = [tuple(dtype_and_sizes(operand.shape)[1]) for operand in module.operands(line)]
     if line.opcode in ("dot", "custom-call") and (flops := flops_of_instruction(line, module)) > 0:
         return flops / RATES.gemm_tflops / 1e12
-    if line.opcode != "custom-call" or not shapes:
+    if line.opcode != "custom-call" or not (operands := module.operands(line)):
         return 0.0
-    if re.fullmatch(KINDS[ATTENTION_KERNELS][1], line.target) and len(shapes[0]) == len(shapes[1]) == 4:
+    shapes = [array.sizes for each in (*operands, line) for array in arrays_of(each.shape)[:1]]
+    if kind_of_kernel(line) == ATTENTION_KERNELS and len(shapes[0]) == len(shapes[1]) == 4:
         is_backward = re.search("bwd|backward", line.target.lower()) is not None
         batch, *middle, width = shapes[0]
         length, heads = max(middle), min(middle)  # in either order
         flops = attention_flops((batch, length, heads, width), (batch, length), True) * (2.5 if is_backward else 1.0)
         return flops / RATES.attention_tflops[is_backward] / 1e12
-    sides = grouped_sides([*shapes, tuple(dtype_and_sizes(line.shape)[1])])
+    sides = grouped_sides(shapes)
     return 2.0 * sides[0] * sides[1] * sides[2] / RATES.gemm_tflops / 1e12 if sides else 0.0
 
 
 def _moved(line: Instruction, module: Module) -> int:
-    """Return the bytes that an instruction reads and writes. Of a stack it may read or write a row."""
-    inner = list(module.called(line)) if line.opcode == "fusion" else []
-    if not inner:
+    """Return the bytes that an instruction reads and writes; of a stack that it reads or writes by row, a row."""
+    if line.opcode != "fusion":
         return nbytes(line.shape) + sum(nbytes(operand.shape) for operand in module.operands(line))
-    read = sum(_read(each, inner) for each in inner if each.opcode == "parameter")
+    inner = list(module.called(line))
+    read = {each.operands[0]: nbytes(each.shape) for each in inner if each.opcode in ("dynamic-slice", "gather")}
+    read |= {each.operands[0]: 0 for each in inner if each.opcode == "dynamic-update-slice"}
     (root,) = (each for each in inner if each.is_root)
     results = module.sources(root) if root.opcode in ("tuple", "bitcast") else [root]
-    return read + sum(_written(each, module) for each in results)
-
-
-def _read(parameter: Instruction, inner: list[Instruction]) -> int:
-    uses = [each for each in inner if parameter.name in each.operands]
-    rows = [
-        0 if each.opcode == "dynamic-update-slice" else nbytes(each.shape) for each in uses if _by_row(each, parameter)
-    ]
-    return sum(rows) if len(rows) == len(uses) else nbytes(parameter.shape)
-
-
-def _by_row(use: Instruction, parameter: Instruction) -> bool:
-    return use.opcode in ("dynamic-slice", "dynamic-update-slice", "gather") and use.operands[0] == parameter.name
-
-
-def _written(result: Instruction, module: Module) -> int:
-    return nbytes((module.operands(result)[1] if result.opcode == "dynamic-update-slice" else result).shape)
+    made = (module.operands(each)[1] if each.opcode == "dynamic-update-slice" else each for each in results)
+    taken = (read.get(each.name, nbytes(each.shape)) for each in inner if each.opcode == "parameter")
+    return sum(taken) + sum(nbytes(each.shape) for each in made)

@@ -4,8 +4,7 @@ A copy is hidden while a kernel, of whatever stream, runs beside it. Copies with
 """
 
 import tempfile
-from collections import defaultdict
-from collections.abc import Callable, Collection, Iterable
+from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -32,16 +31,16 @@ class Event(NamedTuple):
         return next((direction for direction, kind in DIRECTIONS.items() if self.name.startswith(kind)), None)
 
 
-def traced(run: Callable[[], Any]) -> dict[str, list[Event]]:
-    """Run, and return for each GPU what its streams did meanwhile."""
+def traced(run: Callable[[], Any]) -> list[Event]:
+    """Run, and return what the streams of the first GPU did meanwhile."""
     with tempfile.TemporaryDirectory() as folder:
         with jax.profiler.trace(folder):
             run()
         return read(Path(folder))
 
 
-def read(folder: Path) -> dict[str, list[Event]]:
-    """Return for each GPU the events of its streams, from the latest trace in a folder of `jax.profiler.trace`.
+def read(folder: Path) -> list[Event]:
+    """Return the events of the first GPU, from the latest trace in a folder of `jax.profiler.trace`.
 
     Raises:
       FileNotFoundError: there is no trace.
@@ -52,38 +51,16 @@ def read(folder: Path) -> dict[str, list[Event]]:
     return events_of(jax.profiler.ProfileData.from_file(str(path)))
 
 
-def events_of(profile: Any) -> dict[str, list[Event]]:
-    """Return for each GPU the events of its streams."""
-    events = defaultdict(list)
-    for plane in (plane for plane in profile.planes if "GPU" in plane.name):
-        for line in (line for line in plane.lines if line.name.startswith("Stream")):
-            for e in line.events:
-                stats = dict(e.stats)
-                op, module = (str(stats.get(key, "")) for key in ("hlo_op", "hlo_module"))
-                events[plane.name].append(Event(line.name, e.name, op, e.start_ns, e.end_ns, module))
+def events_of(profile: Any) -> list[Event]:
+    """Return the events of the first GPU's streams, for all do the same; empty if there is none."""
+    gpu = next((plane for plane in profile.planes if "GPU" in plane.name), None)
+    events = []
+    for line in (line for line in gpu.lines if line.name.startswith("Stream")) if gpu else ():
+        for e in line.events:
+            stats = dict(e.stats)
+            op, module = (str(stats.get(key, "")) for key in ("hlo_op", "hlo_module"))
+            events.append(Event(line.name, e.name, op, e.start_ns, e.end_ns, module))
     return events
-
-
-def first_gpu(gpus: dict[str, list[Event]]) -> list[Event]:
-    """Return the events of the first GPU, for all do the same; empty if there is none."""
-    return next(iter(gpus.values()), [])
-
-
-def in_the_way(events: list[Event], ignored: Collection[str] = ()) -> dict[str, str]:
-    """Map streams that both compute and copy to or from the host to how many copies, by which instructions, beside
-    which kernels; except what the ignored instructions do."""
-    kernels, copies = defaultdict(list), defaultdict(list)
-    for e in (e for e in events if e.op not in ignored):
-        if e.direction:
-            copies[e.stream].append(e.op)
-        elif not e.name.startswith(("Memcpy", "Memset")):
-            kernels[e.stream].append(e.name)
-    first = lambda names: ", ".join(sorted(set(names))[:3])
-    return {
-        stream: f"{len(by)} copies by {first(by)} beside {first(kernels[stream])}"
-        for stream, by in copies.items()
-        if stream in kernels
-    }
 
 
 def merged(spans: Iterable[Span]) -> list[Span]:

@@ -1,19 +1,17 @@
 """The plans of a gradient: which of them decide, which only run again, and what other checkpoints stand around them."""
 
 from collections import defaultdict
-from collections.abc import Collection, Iterable, Iterator, Mapping
+from collections.abc import Collection, Iterable
 from typing import NamedTuple
 
-from jax.extend.core import Jaxpr, JaxprEqn, Var
+from jax.extend.core import Jaxpr, JaxprEqn
 from jax.extend.core.primitives import name_p, remat_p
 
 from ..._engine.decide.plan import Plan
-from ..._engine.jaxprs.source import is_a_view
-from ..._engine.jaxprs.walk import Site, bodies, operands_of, walk
+from ..._engine.jaxprs.walk import Site, walk
 from ..._engine.layers.layer import plan_of
 from ..._engine.layers.loops import backward_p, bodies_of_gradient, forward_p, is_ours, loops_of
 from ..._jax import INTERLEAVED, nbytes
-from ..._policy import Policy
 
 
 class Plans:
@@ -22,23 +20,21 @@ class Plans:
     Attributes:
       plans: in the order of the layers.
       rows: their rows, by the name that the plan wrote.
-      recomputed: for each such name, in how many layers the backward pass recomputes its value, and bytes in all.
+      recomputed: for each such name, what the backward pass recomputes of it.
       kept: a checkpoint keeps what a scan in it keeps.
       overlap: a plan is nested in another, or in another's loop.
       rerun: a foreign checkpoint reruns a plan.
-      others: a foreign checkpoint keeps or reruns something.
       policies: those under which foreign checkpoints keep something.
-      inside: any checkpoint reruns a plan.
     """
 
     def __init__(self, jaxpr: Jaxpr, reruns_too: bool = True):
         """`reruns_too`: with the plans that the backward pass runs again for checkpoints other than theirs."""
         sites = list(walk(jaxpr, bodies_of_gradient))
-        run_again = (site.eqn for site in sites if site.eqn.primitive is forward_p and _checkpoints(site))
+        run_again = (site.eqn for site in sites if site.eqn.primitive is forward_p and _checkpoints(site.enclosing))
         again = {plan for eqn in run_again for plan in plans_of(eqn)}
         every = [_met(site, again) for site in sites]
-        met = [m for m in every if reruns_too or not m.first_foreign]
-        plans = [(plan, m.owner, m.loops) for m in met for plan in m.plans]
+        met = [m for m in every if reruns_too or m.checkpoints[:1] != [None]]
+        plans = [(plan, m.owner, m.loops) for m in met for plan in plans_of(m.site.eqn)]
         # A nested plan decides when the backward pass runs it again, not what that finds.
         nested = {plan for plan, owner, _ in plans if owner and plan != owner}
         outermost = dict.fromkeys(plan for plan, owner, _ in plans if owner in (None, plan))
@@ -48,44 +44,40 @@ class Plans:
         self.recomputed = _recomputed(met)
         self.kept = any(m.is_kept for m in met)
         self.overlap = bool(nested) or any(loops and plan not in loops for plan, _, loops in plans)
-        self.rerun = reruns_too and any(m.plans and m.foreign for m in met)
+        self.rerun = any(None in m.checkpoints and plans_of(m.site.eqn) for m in every)
         keeps = (m for m in met if _is_foreign(m.site.eqn) and m.site.eqn.params["policy"] is not None)
         self.policies = {m.site.eqn.params["policy"] for m in keeps if m.owner is None and not m.loops}
-        self.others = self.rerun or bool(self.policies)
-        self.inside = self.overlap or (not reruns_too and any(m.plans and m.first_foreign for m in every))
 
 
 class _Met(NamedTuple):
-    """An equation of a gradient: the plans that it runs, and what is around it.
+    """An equation of a gradient, and what is around it.
 
     Around the backward loop of a scan that a checkpoint keeps, that checkpoint does not count.
     """
 
     site: Site
-    plans: list[Plan]
-    owner: Plan | None  # of the outermost checkpoint that has a plan
+    checkpoints: list[Plan | None]  # outermost first
     loops: list[Plan]  # of the innermost loop of ours
-    foreign: bool  # whether some checkpoint has no plan
-    first_foreign: bool  # whether the outermost checkpoint has none
     is_kept: bool  # whether it belongs to a scan that a checkpoint around it keeps
+
+    @property
+    def owner(self) -> Plan | None:
+        """The plan of the outermost checkpoint that has one."""
+        return next(filter(None, self.checkpoints), None)
 
 
 def _met(site: Site, again: Collection[Plan]) -> _Met:
     """`again`: the plans of scans that run again inside a checkpoint."""
     at = [*site.enclosing, site.eqn]
     kept = (n for n, e in enumerate(at) if e.primitive is backward_p and not any(p in again for p in plans_of(e)))
-    first = next(kept, 0)
-    is_kept = bool(_checkpoints(site._replace(enclosing=site.enclosing[:first])))
-    site = site._replace(enclosing=site.enclosing[first:])
-    checkpoints = _checkpoints(site)
-    loops = [e for e in site.enclosing if is_ours(e)]
-    owner, around = next(filter(None, checkpoints), None), plans_of(loops[-1]) if loops else []
-    return _Met(site, plans_of(site.eqn), owner, around, None in checkpoints, checkpoints[:1] == [None], is_kept)
+    outside, inside = site.enclosing[: (first := next(kept, 0))], site.enclosing[first:]
+    loops = [plans_of(e) for e in inside if is_ours(e)]
+    return _Met(site, _checkpoints(inside), loops[-1] if loops else [], bool(_checkpoints(outside)))
 
 
-def _checkpoints(site: Site) -> list[Plan | None]:
+def _checkpoints(enclosing: Iterable[JaxprEqn]) -> list[Plan | None]:
     """Return the plans of the checkpoints around an equation that the backward pass runs; None for one without."""
-    return [_checkpoint_plan(e) for e in site.enclosing if _is_foreign(e) or _checkpoint_plan(e)]
+    return [_checkpoint_plan(e) for e in enclosing if _is_foreign(e) or _checkpoint_plan(e)]
 
 
 def plans_of(eqn: JaxprEqn) -> list[Plan]:
@@ -107,31 +99,21 @@ def _is_foreign(eqn: JaxprEqn) -> bool:
     return eqn.primitive is remat_p and eqn.params["differentiated"] and plan_of(eqn.params["policy"]) is None
 
 
-def _recomputed(met: Iterable[_Met]) -> dict[str, tuple[int, int]]:
-    recomputed: dict[str, tuple[int, int]] = defaultdict(lambda: (0, 0))
-    for site, _, owner, *_ in met:
+class Recomputed(NamedTuple):
+    """In how many layers the backward pass recomputes a value, bytes in all, and over how many devices a `shard_map`
+    divides these."""
+
+    layers: int = 0
+    bytes: int = 0
+    devices: int = 1
+
+
+def _recomputed(met: Iterable[_Met]) -> dict[str, Recomputed]:
+    recomputed: dict[str, Recomputed] = defaultdict(Recomputed)
+    for m in met:
+        site, owner = m.site, m.owner
         if owner and site.eqn.primitive is name_p and (name := site.eqn.params["name"]) in owner.plan_names:
-            layers, size = recomputed[name]
+            layers, size, _ = recomputed[name]
             each = site.devices * nbytes(site.eqn.outvars[0].aval)
-            recomputed[name] = layers + site.runs, size + site.runs * each
+            recomputed[name] = Recomputed(layers + site.runs, size + site.runs * each, site.devices)
     return recomputed
-
-
-def policies_that_kept(backward: Jaxpr) -> dict[Var, Policy]:
-    """Return the values that a backward pass hands to checkpoints of JAX's, each with its policy."""
-    kept: dict[Var, Policy] = {}
-    for eqn in reversed(backward.eqns):
-        if _is_foreign(eqn) and isinstance(policy := eqn.params["policy"], Policy):
-            kept |= {v: policy for v in eqn.invars if isinstance(v, Var)}
-        elif is_a_view(eqn):
-            views = zip(eqn.invars, eqn.outvars, strict=False)
-            kept |= {v: kept[out] for v, out in views if isinstance(v, Var) and out in kept}
-        else:
-            for body in bodies(eqn):
-                kept |= _outside(eqn, body, policies_that_kept(body))
-    return kept
-
-
-def _outside(eqn: JaxprEqn, body: Jaxpr, inside: Mapping[Var, Policy]) -> Iterator[tuple[Var, Policy]]:
-    pairs = zip(operands_of(eqn, body), body.invars, strict=True)
-    return ((outer, inside[inner]) for outer, inner in pairs if isinstance(outer, Var) and inner in inside)

@@ -6,9 +6,10 @@ back to the name that a plan gave it. So the table holds what autodiff keeps, no
 
 import contextlib
 import dataclasses
+import itertools
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from typing import Any, NamedTuple
+from typing import Any
 
 import jax
 from jax.extend.core import Jaxpr, Var
@@ -21,12 +22,11 @@ from ..._engine.jaxprs.flat import mesh_of
 from ..._engine.jaxprs.source import Source, source_of
 from ..._engine.layers.loops import DifferentiatedTwice
 from ..._jax import nbytes, on_host, without_remat3
-from ..._policy import Decision, Policy, check_arguments
+from ..._policy import Policy, check_arguments
 from ..._tracing import Remarks, under
-from .divided import Divided, rows_of
-from .plans import Plans, policies_that_kept
-from .reruns import reruns
-from .table import EMPTY, NOT_NEEDED, OFFLOADED, RECOMPUTED, SAVED, Kind, Residual, Residuals, State
+from .divided import divided, rows_of
+from .plans import Plans, Recomputed
+from .table import EMPTY, NOT_NEEDED, OFFLOADED, RECOMPUTED, SAVED, Residual, Residuals, State
 
 
 @without_remat3
@@ -39,8 +39,8 @@ def residuals(f: Callable[..., Any], *args: Any, policy: Policy | None = None) -
       policy: treat `f` as `checkpoint(f, policy=policy)`.
 
     Returns:
-      The table, in bytes. Arguments of `f` that the backward pass reads (weights) exist anyway and are not in it. What
-      is kept only while another checkpoint runs again has a table of its own, in `reruns`.
+      The table, in bytes. Arguments of `f` that the backward pass reads (weights) exist anyway and are not in it. Nor
+      is what is kept only while another checkpoint runs again: ask for the residuals of the function inside that.
 
     Raises:
       PolicyError, HostPoolFull: as the `scan`s, `chain`s and `checkpoint`s in `f` do; HostPoolFull also if the pinned
@@ -64,12 +64,9 @@ def residuals(f: Callable[..., Any], *args: Any, policy: Policy | None = None) -
         jaxpr, (kept, _) = jax.make_jaxpr(forward_and_backward(fun), return_shape=True)(*args)
     refuse_what_does_not_fit("residuals", jaxpr)
     arguments = [leaf for leaf in jax.tree.leaves(args) if hasattr(leaf, "sharding")]
-    mesh = mesh_of(jaxpr, arguments)
-    divisions = rows_of(arguments) if mesh else None
-    table, run_again = _table(jaxpr, jaxpr.outvars[: len(kept)], _backward_pass(jaxpr), 1, divisions)
-    table = dataclasses.replace(table, notes=(*remarks.texts, *table.notes), mesh=tuple(mesh.items()))
-    inside = (_table(*rerun, divisions)[0] for rerun in reruns(fun, *args)) if run_again else ()
-    return dataclasses.replace(table, reruns=tuple(dict.fromkeys(inner for inner in inside if inner.rows)))
+    table = _table(jaxpr, jaxpr.outvars[: len(kept)], rows_of(arguments))
+    mesh = tuple(mesh_of(jaxpr, arguments).items())
+    return dataclasses.replace(table, notes=(*remarks.texts, *table.notes), mesh=mesh)
 
 
 @contextlib.contextmanager
@@ -81,52 +78,38 @@ def where_twice(caller: str, message: str) -> Iterator[None]:
         raise DifferentiatedTwice(f"{caller}: {message}") from why
 
 
-def _table(
-    forward: Jaxpr, passed: Sequence[Any], backward: Jaxpr, devices: int, divisions: Mapping[int, int] | None
-) -> tuple[Residuals, bool]:
-    """Return the table of what a forward pass keeps, and if a checkpoint in it runs a plan again.
+def _table(jaxpr: Jaxpr, passed: Sequence[Any], rows: Mapping[int, int]) -> Residuals:
+    """Return the table of what a forward pass keeps.
 
-    `forward` computes the variables `passed` to `backward`, and may do more; a `shard_map` around them divides them
-    over `devices`. `divisions`: into how many parts a mesh divides arrays, by their length; None without a mesh.
+    `jaxpr` has both passes, and computes the variables `passed` from one to the other. `rows`: as for `divided`.
     """
-    plans, by_jax = Plans(backward, reruns_too=False), policies_that_kept(backward)
-    kept: dict[str, list[_Stored]] = defaultdict(list)
+    plans = Plans(_backward_pass(jaxpr), reruns_too=False)
+    lines: dict[str, list[Residual]] = {name: [] for name in plans.rows}
     others = []
-    arguments = {*forward.invars, *forward.constvars}
+    arguments = {*jaxpr.invars, *jaxpr.constvars}
     results = [*dict.fromkeys(v for v in passed if isinstance(v, Var) and v not in arguments)]
-    whole = forward.replace(outvars=results, debug_info=forward.debug_info.with_unknown_names())
-    divided = None if divisions is None else Divided(whole, divisions)
-    for number, var in enumerate(results):
-        source = source_of(forward, var)
-        if not source.layers + source.empty:
+    whole = jaxpr.replace(outvars=results, debug_info=jaxpr.debug_info.with_unknown_names())
+    of_results, of_named, _ = divided(whole, rows)
+    for var, parts in zip(results, of_results, strict=True):
+        aval: Any = var.aval
+        source = source_of(jaxpr, var)
+        if not (stacked := source.layers + source.empty):
             continue  # of a scan over no layers
-        size = devices * nbytes(var.aval)
-        names = [name for name in source.names if name in plans.rows]
-        for name in names:
-            first = plans.rows[names[0]] if name != names[0] else None
-            kept[name].append(_Stored(size, on_host(var.aval), source, first))
+        state: State = OFFLOADED if on_host(aval) else SAVED
+        sizes = nbytes(aval) // stacked, source.layers, nbytes(aval)
+        shape, dtype = tuple(aval.shape)[source.axes :], str(aval.dtype)
+        line = Residual(source.tags, shape, dtype, *sizes, state, None, source.where, parts=parts)
+        names = [name for name in source.names if name in lines]
         if not names:
-            parts = devices * (divided.of_result(number) if divided else 1)
-            others.append(_without_plan(var.aval, size, source, by_jax.get(var), parts))
-    parts_of = dict(reversed(list(divided.named()))) if divided else {}  # the first that has a name counts
-    tagged = [
-        line
-        for name, row in plans.rows.items()
-        for line in _tagged(row, kept[name], plans.recomputed[name], parts_of.get(name, 1) if divided else None)
-    ]
+            others.append(line)
+        for name in names:
+            lines[name] += _kept(line, source, plans.rows[name], plans.rows[names[0]])
+    for name, row in plans.rows.items():
+        lines[name] += _not_kept(row, plans.recomputed[name], of_named.get(name, 1), bool(lines[name]))
     notes = [note for plan in plans.plans for note in plan.notes]
     notes += [_BY_JAX] * any(isinstance(policy, Policy) for policy in plans.policies)
-    notes += [_OTHERS_KEEP] * any(not isinstance(policy, Policy) for policy in plans.policies)
-    return Residuals((*_merged(tagged), *others), tuple(dict.fromkeys(notes))), plans.inside
-
-
-class _Stored(NamedTuple):
-    """Where a plan's value is kept; `counted` is the value of another branch of a `cond` that shares its bytes."""
-
-    nbytes: int
-    on_host: bool
-    source: Source
-    counted: Row | None
+    notes += [_RUNS_AGAIN] * (plans.overlap or plans.rerun)
+    return Residuals((*_merged(itertools.chain(*lines.values())), *others), tuple(dict.fromkeys(notes)))
 
 
 _IS_A_STEP = (
@@ -134,12 +117,13 @@ _IS_A_STEP = (
     "loss that it differentiates, with the arguments of one microbatch"
 )
 _BY_JAX = (
-    "by jax.checkpoint: JAX itself runs that under a Policy, so its copies do not overlap, it has no layers, and what "
-    "it recomputes is not shown; in jaxoffload.offload(loss) it is ours, unless it reads or writes a jax.new_ref"
+    "a jax.checkpoint has a Policy: JAX itself runs that, so its copies do not overlap, it has no layers, and what it "
+    "recomputes is not shown; in jaxoffload.offload(loss) it is ours, unless it reads or writes a jax.new_ref"
 )
-_OTHERS_KEEP = "a checkpoint that is not jaxoffload's is in the function: what it keeps is shown without its names"
-
-
+_RUNS_AGAIN = (
+    "a checkpoint stands around a scan, chain or checkpoint; what is kept only while the backward pass runs that again "
+    "is not shown: ask for the residuals of the function inside"
+)
 _MATMUL = ("(matmul)",)
 
 
@@ -157,39 +141,44 @@ def _backward_pass(jaxpr: Jaxpr) -> Jaxpr:
     return jaxpr.replace(eqns=eqns)
 
 
-def _tagged(row: Row, kept: list[_Stored], recomputed: tuple[int, int], parts: int | None) -> Iterator[Residual]:
-    """Yield a line for each state that a plan's value is found in.
+def _kept(line: Residual, source: Source, row: Row, first: Row) -> Iterator[Residual]:
+    """Yield the lines of a plan's value that is kept as `line` says. `first`: the value whose bytes these are, which
+    values of other branches of a `cond` share."""
+    line = dataclasses.replace(line, names=row.names or _MATMUL, shape=row.shape, dtype=row.dtype, decision="save")
+    line = dataclasses.replace(line, count=_count(line.bytes_per_layer, row))
+    if source.by_plan:
+        line = dataclasses.replace(line, decision=row.decision, reason=row.reason, kind=row.kind)
+    elif source.kind == "overridden":
+        line = dataclasses.replace(line, kind="overridden")
+    if row is not first:
+        reason = f"{line.reason}; in the place of {', '.join(first.names or _MATMUL)}"
+        yield dataclasses.replace(line, layers=0, bytes=0, reason=reason, kind="shared")
+        return
+    if source.layers:
+        yield dataclasses.replace(line, bytes=source.layers * line.bytes_per_layer)
+    if source.empty:
+        empty = source.empty * line.bytes_per_layer
+        yield dataclasses.replace(line, layers=0, bytes=empty, reason=EMPTY, kind="padding")
 
-    `recomputed`: layers, and bytes in all. `parts`: into how many the value is divided, in each shard; None without a
-    mesh.
+
+def _not_kept(row: Row, again: Recomputed, parts: int, is_kept: bool) -> Iterator[Residual]:
+    """Yield the line of a plan's value in the layers that recompute it, or, if no layer keeps it, that do not need it.
+
+    `parts`: into how many it is divided in a shard.
     """
-    names = row.names or _MATMUL
+    shown, planned = (row.names or _MATMUL, row.shape, row.dtype), (row.decision, row.reason)
+    if again.layers:
+        each = again.bytes // again.layers
+        line = Residual(*shown, each, again.layers, again.bytes, RECOMPUTED, *planned, _count(each, row), row.kind)
+        yield dataclasses.replace(line, parts=parts * again.devices)
+    elif not is_kept:
+        state: State = SAVED if row.kind == "argument" else NOT_NEEDED
+        yield Residual(*shown, row.nbytes, 0, 0, state, *planned, kind=row.kind)
 
-    def line(each: int, layers: int, total: int, state: State, why: tuple[Decision, str], kind: Kind) -> Residual:
-        count = _count(each, row.nbytes)
-        shown = names, row.shape, row.dtype, each, layers, total, state, *why
-        return Residual(*shown, count, kind, count * parts if parts else 1)
 
-    planned = row.decision, row.reason, row.kind
-    for size, is_on_host, source, counted in kept:
-        each = size // (source.layers + source.empty)
-        state: State = OFFLOADED if is_on_host else SAVED
-        stays: Kind = "overridden" if source.kind == "overridden" else "value"
-        saved: tuple[Decision, str, Kind] = ("save", source.where, stays)
-        decision, reason, kind = planned if source.by_plan else saved
-        if counted:
-            place = ", ".join(counted.names or _MATMUL)
-            yield line(each, 0, 0, state, (decision, f"{reason}; in the place of {place}"), "shared")
-            continue
-        if source.layers:
-            yield line(each, source.layers, each * source.layers, state, (decision, reason), kind)
-        if source.empty:
-            yield line(each, 0, each * source.empty, state, (decision, EMPTY), "padding")
-    layers, size = recomputed
-    if layers:
-        yield line(size // layers, layers, size, RECOMPUTED, planned[:2], row.kind)
-    if not kept and not layers:
-        yield line(row.nbytes, 0, 0, SAVED if row.kind == "argument" else NOT_NEEDED, planned[:2], row.kind)
+def _count(each: int, row: Row) -> int:
+    """Return how many values make up so many bytes; 1 for empty ones."""
+    return each // row.nbytes if each > row.nbytes > 0 else 1
 
 
 def _merged(lines: Iterable[Residual]) -> list[Residual]:
@@ -202,25 +191,3 @@ def _merged(lines: Iterable[Residual]) -> list[Residual]:
     # What the backward pass does not need in one segment of a scan it may need in another.
     needed = lambda group: [r for r in group if r.state != NOT_NEEDED] or group[:1]
     return [r for group in by_names.values() for r in needed(list(group.values()))]
-
-
-def _without_plan(aval: Any, size: int, source: Source, policy: Policy | None, parts: int) -> Residual:
-    """Return the line of a value that no plan of ours knows. `policy`: that of a checkpoint of JAX's that kept it."""
-    state: State = OFFLOADED if on_host(aval) else SAVED
-    stacked = source.layers + source.empty
-    shape = tuple(aval.shape)[source.axes :]
-    count = _count(size // stacked, nbytes(jax.ShapeDtypeStruct(shape, aval.dtype)))
-    shown = shape, str(aval.dtype), size // stacked, source.layers, size, state
-    line = Residual((), *shown, None, source.where, count, parts=parts)
-    if not policy or not source.tags:
-        return line
-    pattern, decision = policy.match(*source.tags) or (None, policy.default)
-    if decision == "recompute":  # an input of the checkpoint, which JAX keeps anyway
-        return line
-    reason = policy.reason(pattern) if pattern else "default"
-    return dataclasses.replace(line, names=source.tags, decision=decision, reason=f"{reason}, by jax.checkpoint")
-
-
-def _count(together: int, each: int) -> int:
-    """Return how many values of `each` bytes make up `together`; 1 for empty ones."""
-    return together // each if together > each > 0 else 1

@@ -4,7 +4,7 @@ import dataclasses
 import json
 import math
 from collections.abc import Iterator
-from typing import Any, Final, Literal
+from typing import Final, Literal
 
 from ..._policy import Decision
 from ..._text import readable
@@ -30,7 +30,7 @@ class Residual:
         padding row of a host stack is a line with bytes and 0 layers.
       state: "saved" (device), "offloaded" (pinned host), "recomputed", or "not needed" (the backward pass does not read
         it: 0 bytes).
-      decision: what the policy asked for; None for an untagged residual.
+      decision: what the policy asked for; None where no `scan`, `chain` or `checkpoint` decides.
       reason: the pattern or rule that decided.
       count: how many values of that shape a layer has: one per shard of a `shard_map`; 1 if none is needed.
       parts: over how many devices the bytes are divided, as far as a trace tells; other devices hold copies.
@@ -71,9 +71,6 @@ class Residuals:
       rows: what is kept between the forward and the backward pass.
       notes: remarks on it.
       mesh: the axes of the mesh that the function is written for, with their sizes; empty for one device.
-      reruns: for each checkpoint (JAX's or ours) around a `scan`, `chain` or `checkpoint`, a table of what is kept
-        while its backward pass runs it again. These bytes are neither in `rows` nor in the totals; with several such
-        runs they are those of one at a time. Equal tables are one.
 
     Example:
       >>> from jaxoffload import Residual, Residuals
@@ -87,14 +84,10 @@ class Residuals:
 
     rows: tuple[Residual, ...]
     notes: tuple[str, ...] = ()
-    reruns: tuple["Residuals", ...] = ()
     mesh: tuple[tuple[str, int], ...] = ()
 
     def __iter__(self) -> Iterator[Residual]:
         return iter(self.rows)
-
-    def __len__(self) -> int:
-        return len(self.rows)
 
     @property
     def device_bytes(self) -> int:
@@ -117,11 +110,6 @@ class Residuals:
         return sum(r.bytes for r in self.rows if r.decision is None and r.state == SAVED)
 
     @property
-    def devices(self) -> int:
-        """How many devices the mesh has."""
-        return math.prod(size for _, size in self.mesh)
-
-    @property
     def per_device(self) -> "Residuals":
         """The table of one device, which has the same lines with its part of the bytes.
 
@@ -134,26 +122,22 @@ class Residuals:
             layer = -(-r.bytes_per_layer // r.parts)
             return dataclasses.replace(r, bytes_per_layer=layer, bytes=r.bytes_per_device, count=1, parts=1)
 
-        reruns = tuple(table.per_device for table in self.reruns)
-        return dataclasses.replace(self, rows=tuple(map(own, self.rows)), reruns=reruns, mesh=())
+        return dataclasses.replace(self, rows=tuple(map(own, self.rows)), mesh=())
 
     def _total(self, state: State) -> int:
         return sum(r.bytes for r in self.rows if r.state == state)
 
     def to_json(self) -> str:
-        """Return the table as JSON: `residuals` (a list of the rows), totals in bytes, `notes`, `reruns` (tables)."""
-        return json.dumps(self._as_dict())
-
-    def _as_dict(self) -> dict[str, Any]:
+        """Return the table as JSON: `residuals` (a list of the rows), the totals, `mesh`, `per_device` and `notes`."""
         totals = ("device_bytes", "host_bytes", "recomputed_bytes", "untagged_bytes")
-        return {
+        found = {
             "residuals": [dataclasses.asdict(r) | {"bytes_per_device": r.bytes_per_device} for r in self.rows],
             **{total: getattr(self, total) for total in totals},
             "mesh": dict(self.mesh),
             "per_device": {total: getattr(self.per_device, total) for total in totals},
             "notes": self.notes,
-            "reruns": [table._as_dict() for table in self.reruns],
         }
+        return json.dumps(found)
 
     def __str__(self) -> str:
         head = ("residual", "shape", "bytes/layer", "layers", "bytes", "per device", "state", "reason")
@@ -168,8 +152,9 @@ class Residuals:
         text.append(self._totals())
         if self.mesh:
             axes = ", ".join(f"{axis} {size}" for axis, size in self.mesh)
-            text.append(f"on each of {self.devices} devices ({axes}): {self.per_device._totals()}")
-        return "\n".join([*text, *self.notes, *(f"\n{_RERUN}\n{table}" for table in self.reruns)])
+            devices = math.prod(size for _, size in self.mesh)
+            text.append(f"on each of {devices} devices ({axes}): {self.per_device._totals()}")
+        return "\n".join([*text, *self.notes])
 
     def _totals(self) -> str:
         return (
@@ -178,12 +163,8 @@ class Residuals:
         )
 
 
-_RERUN = "kept only while another checkpoint around it runs again in the backward pass:"
-
-
 def _cells(r: Residual) -> tuple[str, ...]:
     name = ", ".join(r.names) or "(untagged)"
-    shape = f"{r.dtype}[{','.join(map(str, r.shape))}]"
-    shape = f"{r.count} x {shape}" if r.count > 1 else shape
+    shape = f"{r.count} x " * (r.count > 1) + f"{r.dtype}[{','.join(map(str, r.shape))}]"
     sizes = readable(r.bytes_per_layer), str(r.layers), readable(r.bytes), readable(r.bytes_per_device)
     return name, shape, *sizes, r.state, r.reason

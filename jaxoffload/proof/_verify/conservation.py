@@ -3,7 +3,6 @@
 Exactly, in the jaxpr; on a GPU also in XLA's memory plan, within one layer and a stated tolerance.
 """
 
-import itertools
 from collections.abc import Callable
 from typing import Any
 
@@ -11,28 +10,29 @@ import jax
 from jax import lax
 from jax.extend.core import JaxprEqn
 
+from ..._engine.host.need import need_of
 from ..._engine.jaxprs.walk import walk
 from ..._engine.microbatches.interleaved import interleaved_p, is_staged
+from ..._engine.stages.last_rows import cut
+from ..._engine.stages.schedule import Schedule, Tick
 from ..._jax import SHARD_MAP, evaluate, nbytes
 from ..._text import readable
 from ..._tracing import as_reference
 from .._check import FAILS, HOLDS, NOT_CHECKED, Found
-from .._program.host_transfers import bytes_put, for_host, host_transfers
-from .._program.memory import memory_plan
+from .._program.host_transfers import bytes_put, for_host
+from .._program.memory import VISIBLE, memory_plan
 from .._program.results import without_dead_code
 from .._program.target import Target
 from .._residuals.residuals import residuals
 from .._residuals.table import OFFLOADED, RECOMPUTED, SAVED, Residual, Residuals
-from .shared import REFERENCE_MOVES_TOO, VISIBLE, no_reference
-from .stages import bytes_of_stages
 
 TOLERANCE = 0.015  # of what XLA planned
 
 
 def conservation(target: Target) -> Found:
     """Compare bytes on the device and on the host with the reference's."""
-    if not target.has_reference:
-        return NOT_CHECKED, no_reference(target)
+    if target.no_reference:
+        return NOT_CHECKED, target.no_reference
     eqn, loss, args = None, target.loss, target.args
     if loss is None:
         if (eqn := _interleaved(target)) is None:
@@ -42,18 +42,18 @@ def conservation(target: Target) -> Found:
     # What is recomputed because the host has no room is not on the device either.
     again = [r for r in ours if (r.state, r.decision, r.kind) == (RECOMPUTED, "recompute", "overridden")]
     freed = reference.device_bytes - ours.device_bytes
-    held = sum(row.bytes for row in [*_moved(ours, reference), *again])
+    moved = _moved(ours, reference)
+    held = sum(row.bytes for row in [*moved, *again])
     detail = "of one microbatch " * (eqn is not None)
     detail += f"by the jaxpr {readable(freed)} less than the reference's on the device, {readable(held)} on the host"
     if freed != held:
         why = _cannot_be_told(target, reference)
         return (NOT_CHECKED, f"{detail}; but {why}") if why else (FAILS, f"{detail}: {freed - held:+,} bytes")
-    if eqn is None:
-        verdict, more = _by_xlas_plan(target, ours, _moved(ours, reference), ours.host_bytes)
-    elif is_staged(eqn):
-        verdict, more = bytes_of_stages(target, eqn)
+    if eqn is not None:
+        verdict, more = _of_step(target, eqn, ours, moved)
     else:
-        verdict, more = _of_two_microbatches(target, eqn, ours, _moved(ours, reference))
+        off_device = [(row.bytes - row.bytes_per_layer * (row.layers > 1), row.parts) for row in moved]  # one in flight
+        verdict, more = _by_xlas_plan(target, ours.host_bytes // target.device_count, ours.host_bytes, off_device)
     return verdict, f"{detail}; {more}"
 
 
@@ -91,60 +91,81 @@ def _cannot_be_told(target: Target, reference: Residuals) -> str:
         return "plans are nested, and in the reference the outer one keeps more"
     if target.plans.kept:
         return "a checkpoint keeps the carry of a scan in it, which the reference recomputes"
-    transfers = list(host_transfers(target.reference_jaxpr))
-    return f"{len(transfers)} {REFERENCE_MOVES_TOO}" if transfers else ""
+    return target.moved_by_others
 
 
-def _of_two_microbatches(target: Target, eqn: JaxprEqn, ours: Residuals, moved: list[Residual]) -> Found:
-    """Check the interleaved microbatches of a step, of which two are on the host at a time."""
-    of_one = at_once = put = 0
-    segments = [[s for loops in eqn.params[which] for s in loops.segments] for which in ("loops", "first", "last")]
-    for segment, first, last in zip(*segments, strict=True):
-        for residual, (_, aval) in zip(segment.layout.moved, for_host(segment), strict=True):
-            # In the first and in the last microbatch it may stay on the device, or be recomputed.
-            ends = [residual in end.layout.moved for end in (first, last)]
-            there = [ends[0], *[True] * (eqn.params["microbatches"] - 2), ends[1]]
-            stack = segment.layers * nbytes(aval)
-            last_row = nbytes(aval) * (segment.on_host == segment.layers)  # which is on its own
-            # A forward pass writes to the stack of the microbatch before the one before it, if there is one.
-            made = sum(is_there and not (m > 1 and there[m - 2]) for m, is_there in enumerate(there))
-            of_one += stack + last_row
-            # The last layer's row is read before the next one is written.
-            at_once += stack * max(map(sum, itertools.pairwise(there))) + last_row
-            put += stack * made + (stack + last_row) * sum(there)
-    if of_one != ours.host_bytes:
-        return NOT_CHECKED, "of two it is not known: the loss offloads beside its scans too"
-    if (more := bytes_put(without_dead_code(eqn.params["call_jaxpr"])) - put) > 0:
-        return FAILS, f"beside two sets of stacks and their rows the step puts {readable(more)} there"
-    verdict, planned = _by_xlas_plan(target, ours, moved, at_once, sets=2)
-    return verdict, f"of two {readable(at_once)} on the host, padding rows included; {planned}"
+def _of_step(target: Target, eqn: JaxprEqn, ours: Residuals, moved: list[Residual]) -> Found:
+    """Check what the microbatches of a step put on the host, and how much is there at a time.
+
+    If two interleave, they have two sets of stacks, and each writes its rows once. In the first and in the last one
+    residuals may stay on the device.
+    """
+    one, microbatches = ours.host_bytes, eqn.params["microbatches"]
+    most = put_into_slots(eqn) if is_staged(eqn) else (2 + microbatches) * one
+    if (more := bytes_put(without_dead_code(eqn.params["call_jaxpr"])) - most) > 0:
+        return FAILS, f"beside its stacks and their rows the step puts {readable(more)} on the host"
+    if is_staged(eqn):
+        need, slots = need_of(target.jaxpr).bytes(), eqn.params["schedule"].slots
+        verdict, planned = _by_xlas_plan(target, need, need, [])
+        return (
+            verdict,
+            f"each stage has {slots} slots of {readable(_slot_bytes(eqn))}, padding rows included; {planned}",
+        )
+    # A layer of each is in flight; on the device, too, there are two.
+    freed = [(row.bytes - 2 * row.bytes_per_layer, row.parts) for row in moved]
+    freed += [(-row.bytes, row.parts) for row in ours if row.state == SAVED]
+    fewest = one // target.device_count if microbatches > 2 else 0
+    verdict, planned = _by_xlas_plan(target, fewest, 2 * one, freed)
+    return verdict, f"of two at most {readable(2 * one)} on the host, padding rows included; {planned}"
 
 
-def _by_xlas_plan(target: Target, ours: Residuals, moved: list[Residual], on_the_host: int, sets: int = 1) -> Found:
+def put_into_slots(eqn: JaxprEqn) -> int:
+    """Return the bytes that a step on stages puts into its slots on the host.
+
+    Each slot is made once. Each stage has a branch, which writes to a slot in each tick with a forward pass, unless it
+    is idle.
+    """
+    schedule: Schedule = eqn.params["schedule"]
+    ticks = [Tick(schedule, number) for number in range(schedule.ticks)]
+    written = sum(tick.idle.count(False) for tick in ticks if tick.passes[0])
+    return _slot_bytes(eqn) * (schedule.slots + written)
+
+
+def _slot_bytes(eqn: JaxprEqn) -> int:
+    """Return the bytes of a stage's stacks on the host, of one slot."""
+    size = 0
+    for segment in eqn.params["loops"][0].segments:
+        rows = [aval for _, aval in for_host(segment)]
+        size += segment.layers * sum(map(nbytes, rows))
+        if segment.on_host == segment.layers:  # a piece of the last layer's row travels with each layer
+            size += sum(segment.layers * nbytes(a) // cut(a.shape, segment.layers).pieces for a in rows)
+    return size
+
+
+def _by_xlas_plan(target: Target, fewest: int, most: int, freed: list[tuple[int, int]]) -> Found:
     """Compare XLA's memory plans.
 
-    `on_the_host`: bytes of all devices, padding rows included. `sets`: how many microbatches are there at a time; of
-    what stays on the device there are as many, and a layer of each is in flight.
+    Args:
+      fewest, most: bytes that a device has on the host, padding rows included.
+      freed: bytes that are not on the device, each with the parts that a mesh divides them into.
     """
     if jax.default_backend() != "gpu":
         return HOLDS, "memory plan not compared: this backend has no separate host memory"
-    freed = [(row.bytes - row.bytes_per_layer * (sets if sets > 1 else row.layers > 1), row.parts) for row in moved]
-    freed += [(-row.bytes, row.parts) for row in ours if sets > 1 and row.state == SAVED]
-    devices = max(1, len(target.devices))
+    if most < VISIBLE:
+        return HOLDS, f"memory plan not compared: {readable(most)} would not show in it"
     predicted = max(0, sum(size // parts for size, parts in freed))
     # The table takes for whole what nothing divides in the trace, and XLA may divide it nevertheless.
-    least = min(predicted, max(0, sum(size for size, _ in freed)) // devices)
-    if least < VISIBLE:
-        return HOLDS, f"memory plan not compared: {readable(least)} would not show in it"
-    ours_plan, reference_plan = map(memory_plan, (target.fast_program, target.fast_reference))
-    if ours_plan is None or reference_plan is None:
+    least = min(predicted, max(0, sum(size for size, _ in freed)) // target.device_count)
+    plans = [memory_plan(target.fast_program), *([memory_plan(target.fast_reference)] if least >= VISIBLE else [])]
+    if None in plans:
         return HOLDS, "memory plan not compared: XLA does not say what it planned"
-    less, held = reference_plan.temp_size_in_bytes - ours_plan.temp_size_in_bytes, ours_plan.host_temp_size_in_bytes
-    host = f"{readable(on_the_host // devices)}" + f" to {readable(on_the_host)}" * (devices > 1)
-    is_less = less > (1 - TOLERANCE) * least
-    is_there = (1 - TOLERANCE) * (on_the_host // devices) < held < (1 + TOLERANCE) * on_the_host
-    return HOLDS if is_less and is_there else FAILS, (
-        f"XLA planned {readable(less)} less, predicted {readable(predicted)}"
-        + f", or {readable(least)} if all is divided" * (least < predicted)
-        + f" (tolerance {TOLERANCE:.1%}), and {readable(held)} on the host for {host}"
-    )
+    held = plans[0].host_temp_size_in_bytes
+    is_right = (1 - TOLERANCE) * fewest <= held <= (1 + TOLERANCE) * most
+    wanted = readable(most) if fewest == most else f"{readable(fewest)} to {readable(most)}"
+    detail = f"XLA planned {readable(held)} on the host for {wanted} (tolerance {TOLERANCE:.1%})"
+    if least >= VISIBLE:
+        less = plans[1].temp_size_in_bytes - plans[0].temp_size_in_bytes
+        is_right = is_right and less > (1 - TOLERANCE) * least
+        detail += f", and {readable(less)} less on the device, predicted {readable(predicted)}"
+        detail += f", or {readable(least)} if all is divided" * (least < predicted)
+    return HOLDS if is_right else FAILS, detail

@@ -1,78 +1,75 @@
 """The claims `moves` and `producers`: what goes to the host was marked so, and what is kept is not recomputed."""
 
-from collections.abc import Iterator
+import math
+from collections.abc import Collection, Iterator
+from typing import Any
 
 import jax
 import jax.numpy as jnp
 
 from ..._engine.decide.plan import Row
+from ..._engine.jaxprs.source import Source
 from ..._jax import on_host
-from ..._names import read_names
 from ..._policy import Policy
 from .._check import FAILS, HOLDS, NOT_CHECKED, Found
 from .._program import kernels
-from .._program.host_transfers import HostTransfer
+from .._program.host_transfers import host_transfers
 from .._program.target import Target
+from .._residuals.plans import Plans
 from .._residuals.residuals import residuals
 from .._residuals.table import SAVED
 
 
 def moves(target: Target) -> Found:
     """Find values that go to the host and must not, and values that must and do not."""
-    wrong = [f"{what}, {why}" for transfer in target.host_transfers for what, why in _forbidden(transfer, target)]
-    if wrong:
-        return FAILS, f"these values go to the host and must not: {'; '.join(dict.fromkeys(wrong))}"
+    transfers = list(host_transfers(target.jaxpr))
+    on_host_before = {_type(v.aval) for v in target.jaxpr.invars if on_host(v.aval)}
+    if wrong := dict.fromkeys(filter(None, (_forbidden(*each, target.plans, on_host_before) for each in transfers))):
+        return FAILS, f"these values go to the host and must not: {'; '.join(wrong)}"
     if stays := dict.fromkeys(_stays(target)):
         return FAILS, f"these values stay on the device: {'; '.join(stays)}"
-    if not (count := len(target.host_transfers)):
+    if not transfers:
         return HOLDS, "nothing goes to the host"
-    marked = sum(transfer.source.name is not None for transfer in target.host_transfers)
-    if marked == count:
-        values = f"{count} values that go to the host are" if count > 1 else "value that goes to the host is"
-        return HOLDS, f"the {values} marked offload"
-    others = "have no plan's name, are results of equations, or were on the host before"
-    if not marked:
-        return HOLDS, f"the {count} value(s) that go to the host {others}"
-    return HOLDS, f"of the {count} values that go to the host {marked} are marked offload; {count - marked} {others}"
+    others = sum(source.name is None for source, _ in transfers)
+    detail = f"of {len(transfers)} value(s) that go to the host {len(transfers) - others} are marked offload"
+    return HOLDS, detail + f"; {others} {_OTHERS}" * (others > 0)
+
+
+_OTHERS = "have no plan's name, are results of equations, or were on the host before"
 
 
 def _stays(target: Target) -> Iterator[str]:
     """Yield what is saved though it is marked offload, and the table gives no other reason; a step has no table."""
-    table = residuals(target.loss, *target.args) if target.loss and target.plans.plans else None
-    for row in (row for rows in (table, *table.reruns) for row in rows) if table else ():
+    for row in residuals(target.loss, *target.args) if target.loss and target.plans.plans else ():
         if row.state == SAVED and row.decision == "offload":
             yield f"{', '.join(row.names)}, which is marked offload ({row.reason})"
 
 
-def _forbidden(transfer: HostTransfer, target: Target) -> Iterator[tuple[str, str]]:
-    """Yield what a transfer is, and why it must not go to the host; nothing where it may."""
-    source, what = transfer.source, f"{transfer.source.where} {transfer.aval.str_short()}"
+def _forbidden(source: Source, aval: Any, plans: Plans, on_host_before: Collection[Any]) -> str:
+    """Return what goes to the host and why it must not; empty where it may."""
+    what = f"{source.where} {aval.str_short()}"
+    if source.name is not None and source.name.decision == "offload":
+        return ""
     if source.name is not None:
-        if source.name.decision != "offload":
-            row = target.plans.rows.get(source.name)
-            names = ", ".join(row.names) if row else source.name
-            yield names or "a matmul", f"which is marked {source.name.decision}"
-    elif source.kind == "argument":  # a weight may have the shape of a moment on the host
-        yield what, f"which is named {transfer.name!r} and stays with the caller" if transfer.name else _UNNAMED
-    elif _may_update_host_argument(transfer, target):
-        pass
-    elif transfer.name is None:
-        if target.plans.plans or source.kind in ("input", "constant"):
-            yield what, _UNNAMED
-    elif target.policies and all(isinstance(policy, Policy) for policy in target.policies):
-        name = read_names(transfer.name)[0]
-        decided = {"save" if name.keep else policy.decision(name.text) for policy in target.policies}
-        if "offload" not in decided:
-            yield name.text, f"which is marked {' or '.join(sorted(decided))}"
+        row = plans.rows.get(source.name)
+        names = ", ".join(row.names) if row else source.name
+        return f"{names or 'a matmul'}, which is marked {source.name.decision}"
+    if source.kind == "argument":  # a weight may have the shape of a moment on the host
+        stays = f"which is named {source.tags[0]!r} and stays with the caller" if source.tags else "which has no name"
+        return f"{what}, {stays}"
+    if _type(aval) in on_host_before:  # the update of an argument, as of an optimizer's state
+        return ""
+    if not source.tags:
+        must_have_a_name = plans.plans or source.kind in ("input", "constant")
+        return f"{what}, which has no name" if must_have_a_name else ""
+    if not all(isinstance(policy, Policy) for policy in plans.policies):
+        return ""
+    decided = {policy.decision(tag) for policy in plans.policies for tag in source.tags} or {"offload"}
+    return "" if "offload" in decided else f"{source.tags[0]}, which is marked {' or '.join(sorted(decided))}"
 
 
-_UNNAMED = "which has no name"
-
-
-def _may_update_host_argument(transfer: HostTransfer, target: Target) -> bool:
-    """Return if a transfer may be the new value of an argument on the host, as an optimizer's state may be."""
-    like = lambda aval: (aval.shape, aval.dtype)
-    return like(transfer.aval) in {like(v.aval) for v in target.jaxpr.invars if on_host(v.aval)}
+def _type(aval: Any) -> tuple[Any, ...]:
+    return aval.shape, aval.dtype
 
 
 def producers(target: Target) -> Found:
@@ -83,7 +80,7 @@ def producers(target: Target) -> Found:
     detail = f"recomputed: {'; '.join(again)}" if again else "by the jaxpr none is recomputed"
     if again and not target.plans.rerun:  # else JAX says of some first runs, too, that they are differentiated
         return FAILS, detail
-    if target.plans.others or target.plans.overlap:
+    if target.plans.rerun or target.plans.policies or target.plans.overlap:
         detail += "" if again else " for jaxoffload"
         return NOT_CHECKED, f"{detail}; but what other checkpoints keep, or run again, is not known"
     verdict, compiled = _by_kernels(target)
@@ -116,10 +113,10 @@ def _by_kernels(target: Target) -> Found:
     expected = kernels.traced(target.jaxpr)
     if expected is None:
         return HOLDS, "; kernels not counted: the trip count of a loop is unknown"
-    if len(target.devices) > 1:  # each of them does what is not divided
-        expected = expected._replace(flops=None)
+    if target.device_count > 1:  # each of them does what is not divided
+        expected |= {kernels.FLOPS: math.nan}
     ran = kernels.ran(target.module)
-    if more := ran.more_than(expected):
+    if more := kernels.more_than_traced(ran, expected):
         return FAILS, f", but by the compiled program {'; '.join(more)}"
-    counts = ", ".join(f"{ran.counts[kind]} {kind}" for kind in expected.counts)
+    counts = ", ".join(f"{ran.get(kind, 0):.0f} {kind}" for kind in expected if kind != kernels.FLOPS)
     return HOLDS, f"; by the compiled program {counts or 'none'}, no more than were traced"

@@ -1,38 +1,40 @@
 """The claim `placement`: no more by collectives than the reference, and no larger shard of a residual on any device."""
 
+import re
 from collections import Counter
 from collections.abc import Callable
 from typing import Any
 
 import jax
-from jax.extend.core import Var
+from jax.extend.core import Jaxpr, Var
+from jax.extend.core.primitives import ppermute_p
 
 from ..._compiler_options import compiler_options
 from ..._engine.host.slow_copies import untold
 from ..._engine.jaxprs.source import source_of
+from ..._engine.jaxprs.walk import walk
+from ..._engine.layers.loops import backward_p, loops_of
+from ..._engine.microbatches.interleaved import interleaved_p, is_staged
 from ..._jax import DEVICE, nbytes, on_host
-from ..._text import readable
+from ..._text import first, readable
 from ..._tracing import as_reference
 from .._check import FAILS, HOLDS, NOT_CHECKED, Found
-from .._program.hlo import Module, collectives, parse
-from .._program.hlo import nbytes as nbytes_of
-from .._program.target import Target, padding_read
-from .shared import first, no_reference
-from .stages import exchanges, runs_on_stages
+from .._program import hlo
+from .._program.target import Target
 
 
 def placement(target: Target) -> Found:
     """Compare collectives and shards with the reference's."""
-    if len(target.devices) < 2:
+    if target.device_count < 2:
         return NOT_CHECKED, "all arguments are on one device"
-    if not target.has_reference:
-        return NOT_CHECKED, no_reference(target)
-    if runs_on_stages(target):
-        return exchanges(target)
-    more, more_than = _by_collectives(target)
+    if target.no_reference:
+        return NOT_CHECKED, target.no_reference
+    if any(is_staged(site.eqn) for site in walk(target.jaxpr)):
+        return _exchanges(target)
+    more, compared = _by_collectives(target)
     larger, shards = _by_shards(target)
     wrong = [*more, *larger]
-    return (FAILS, first(wrong, "; ")) if wrong else (HOLDS, "; ".join(filter(None, (more_than, shards))))
+    return (FAILS, first(wrong, "; ")) if wrong else (HOLDS, "; ".join(filter(None, (compared, shards))))
 
 
 def _by_collectives(target: Target) -> tuple[list[str], str]:
@@ -40,7 +42,7 @@ def _by_collectives(target: Target) -> tuple[list[str], str]:
 
     Bytes are, for XLA may run one on a stack in one program, and one on each of its rows in the other.
     """
-    ours, reference = _bytes_by_kind(target.module), _bytes_by_kind(parse(target.fast_reference.as_text()))
+    ours, reference = _bytes_by_kind(target.module), _bytes_by_kind(hlo.parse(target.fast_reference.as_text()))
     more, padding = ours - reference, padding_read(target.jaxpr)
     if wrong := [f"{kind} {readable(size)}" for kind, size in more.items() if size > padding]:
         return [f"collectives give devices more than the reference's do: {', '.join(wrong)}"], ""
@@ -48,11 +50,19 @@ def _by_collectives(target: Target) -> tuple[list[str], str]:
     return [], f"{compared}; stacks on the host have rows that are empty, and read" if more else compared
 
 
-def _bytes_by_kind(module: Module) -> Counter[str]:
+def _bytes_by_kind(module: hlo.Module) -> Counter[str]:
     sizes = Counter[str]()
-    for (kind, shape), count in collectives(module).items():
-        sizes[kind] += count * nbytes_of(shape)
+    for (kind, shape), count in hlo.collectives(module).items():
+        sizes[kind] += count * hlo.nbytes(shape)
     return sizes
+
+
+def padding_read(jaxpr: Jaxpr) -> int:
+    """Return the bytes of the padding rows that our backward loops read from host stacks: one per stack and pass."""
+    sites = [site for site in walk(jaxpr) if site.eqn.primitive in (backward_p, interleaved_p)]
+    segments = lambda eqn: (segment for loops in loops_of(eqn) for segment in loops.segments if segment.copies)
+    rows = lambda eqn: (aval for s in segments(eqn) for aval in s.layout.split(s.layer.forward.out_avals).host)
+    return sum(s.runs * s.eqn.params.get("microbatches", 1) * sum(map(nbytes, rows(s.eqn))) for s in sites)
 
 
 def _by_shards(target: Target) -> tuple[list[str], str]:
@@ -89,3 +99,26 @@ def _shard_bytes(loss: Callable[..., Any], args: tuple[Any, ...]) -> dict[str, i
         shard = nbytes(jax.ShapeDtypeStruct(sharding.shard_shape(x.shape), x.dtype)) // (source.layers + source.empty)
         sizes[name] = max(shard, sizes.get(name, 0))
     return sizes
+
+
+# What XLA inserts for a layer itself cannot cross stages: their axis is manual there.
+EXCHANGE = re.compile(r"/jaxoffload\.tick/shard_map/ppermute$")
+MOVED = re.compile(r"/jaxoffload\.tick/(\([^()]*\b)?(shard_map|optimization_barrier)(:|\)|$)")
+
+
+def _exchanges(target: Target) -> Found:
+    """Check that XLA runs no more exchanges of stages than were traced, and moves nothing else between them."""
+    module = target.module
+    moved = hlo.collectives(module, lambda line: bool(MOVED.search(line.op_name)))
+    sent = hlo.collectives(module, lambda line: bool(EXCHANGE.search(line.op_name))).total()
+    asked = sum(site.runs * len(site.eqn.outvars) for site in walk(target.jaxpr) if site.eqn.primitive is ppermute_p)
+    if sent > asked:
+        return FAILS, f"{sent} arrays are sent to neighbours; the traced step asks for {asked}"
+    if moved:
+        listed = first([f"{count} {kind} of {shape}" for (kind, shape), count in moved.items()])
+        advice = "shard the xs over the axis; for virtual stages store them in groups: docs/stages.md"
+        return FAILS, f"what stages hold moves between them in each step: {listed}; {advice}"
+    if not sent:
+        return NOT_CHECKED, "the compiled program does not say which collectives are exchanges of stages"
+    asks = f"{sent} arrays are sent to neighbours, as the traced step asks"
+    return HOLDS, f"{asks}; nothing that stages hold moves between them"

@@ -2,6 +2,7 @@
 
 import contextlib
 import ctypes
+import itertools
 import os
 import sys
 from pathlib import Path
@@ -11,61 +12,44 @@ import jax
 
 from ..._text import readable
 from .._check import FAILS, HOLDS, NOT_CHECKED, Found
-from .._program.exact import not_exact
+from .._program.memory import VISIBLE, too_large
 from .._program.target import Target
-from .bits import differences, numbers
-from .capacity import has_room_for, need
-from .shared import VISIBLE, in_any_process
+from .differences import differences, in_any_process, numbers
+
+RUNS = 4  # the first may still allocate, and a pool grows now and then; a leak grows each time
 
 
 def repeats(target: Target) -> Found:
     """Run the program several times, as users compile it."""
-    if not has_room_for(target.fast_program):
-        return NOT_CHECKED, f"arguments are not given away here, and so {need(target.fast_program, 'it')}"
-    runs = _Runs(target.fast_program, target.arrays)
-    runs.run(target.repeats)
-    grown, left = runs.resident[-1] - runs.resident[1], runs.in_use[-1] - runs.in_use[1]  # the first may still allocate
-    # A pool grows now and then, and a device frees what is deleted a moment later. A leak grows each time.
-    if in_any_process(grown > VISIBLE or left > 0):
-        runs.run(target.repeats - 2)
-        grown = min(grown, runs.resident[-1] - runs.resident[target.repeats - 1])
-        left = min(left, runs.in_use[-1] - runs.in_use[target.repeats - 1])
-    later = f"after {target.repeats - 2} more run(s)"
+    if why := too_large(target.fast_program):
+        return NOT_CHECKED, f"arguments are not given away here, and so it {why}"
+    differ, in_use, resident = _run(target.fast_program, target.arrays)
+    left, grown = (min(b - a for a, b in itertools.pairwise(sizes[1:])) for sizes in (in_use, resident))
     if left > 0:
-        return FAILS, f"{readable(left)} more are in use {later}"
+        return FAILS, f"{readable(left)} more are in use after each run"
     if grown > VISIBLE:
-        return FAILS, f"the process takes {readable(grown)} more of the host's memory {later}"
-    equal = f"{target.repeats} runs are equal"
-    if in_any_process(bool(runs.wrong)):  # perhaps a kernel adds in whatever order its threads come
-        again = _Runs(target.program, target.arrays)
-        again.run(target.repeats)
-        if in_any_process(bool(again.wrong)):
-            differ, why = "; ".join([*again.wrong, *runs.wrong][:3]), not_exact(target.jaxpr)
-            return (NOT_CHECKED, f"{differ}; {why}") if why else (FAILS, differ)
-        equal += f" if compiled to be deterministic, not as compiled for speed ({'; '.join(runs.wrong[:1])})"
-    in_use = f"{readable(runs.in_use[-1])} are in use after each"
-    return HOLDS, f"{equal}, and {in_use}; the process grows by less than {readable(VISIBLE)}"
+        return FAILS, f"the process takes {readable(grown)} more of the host's memory in each run"
+    equal = f"{RUNS} runs are equal"
+    if in_any_process(bool(differ)):  # perhaps a kernel adds in whatever order its threads come
+        again, *_ = _run(target.program, target.arrays)
+        if in_any_process(bool(again)):
+            return FAILS, "; ".join([*again, *differ][:3])
+        equal += f" if compiled to be deterministic, not as compiled for speed ({'; '.join(differ[:1])})"
+    detail = f"{equal}, and {readable(in_use[-1])} are in use after each"
+    return HOLDS, f"{detail}; the process grows by less than {readable(VISIBLE)}"
 
 
-class _Runs:
-    """Runs of a program: how each differs from the first, and the bytes in use and of the process after each."""
-
-    def __init__(self, program: Any, arguments: tuple[Any, ...]):
-        self.program, self.arguments = program, arguments
-        self.first: Any = None
-        self.wrong: list[str] = []
-        self.in_use: list[int] = []
-        self.resident: list[int] = []
-
-    def run(self, times: int) -> None:
-        for _ in range(times):
-            results = numbers(self.program(*self.arguments))
-            self.first = results if self.first is None else self.first
-            differ = differences(results, self.first)
-            self.wrong += [f"run {len(self.in_use) + 1} differs from the first: {text}" for text in differ]
-            del results, differ
-            self.in_use.append(_bytes_in_use())
-            self.resident.append(_bytes_of_the_process())
+def _run(program: Any, args: tuple[Any, ...]) -> tuple[list[str], list[int], list[int]]:
+    """Return how runs differ from the first, and after each the bytes in use and those of the process."""
+    first, wrong, in_use, resident = None, [], [], []
+    for number in range(1, RUNS + 1):
+        results = numbers(program(*args))
+        first = results if first is None else first
+        wrong += [f"run {number} differs from the first: {text}" for text in differences(results, first)]
+        del results
+        in_use.append(_bytes_in_use())
+        resident.append(_bytes_of_the_process())
+    return wrong, in_use, resident
 
 
 def _bytes_in_use() -> int:

@@ -1,11 +1,9 @@
 """verify(): each claim about a loss or a training step, checked on the program itself."""
 
-import dataclasses
 from collections.abc import Callable, Iterator
 from typing import Any
 
 from ..._jax import without_remat3
-from ..._policy import Policy, check_arguments, check_switches
 from .._check import Check, Verification
 from .._program.target import target_of
 from .conservation import conservation
@@ -19,33 +17,19 @@ CHECKS = (gradients, conservation, moves, producers, copies, placement, repeats)
 
 
 @without_remat3
-def verify(
-    f: Callable[..., Any],
-    *args: Any,
-    policy: Policy | None = None,
-    has_aux: bool = False,
-    repeats: int = 3,
-    strict: bool = False,
-) -> Verification:
+def verify(f: Callable[..., Any], *args: Any) -> Verification:
     """Check what is claimed of `f`, a loss or a training step, and of its residuals.
 
     1. `gradients`: every result equals the reference's, which is plain `lax.scan` and `jax.checkpoint`, keeping the
-       same values on the device: bit for bit, or within 4 times the reference's own rounding error. Both are compiled
-       under `repeatable_options`, and under `exact_options` if they differ.
-    2. `conservation`: every byte that leaves the device appears on the host: exactly, in the jaxpr; on a GPU also in
-       XLA's memory plan, within one layer and 1.5 %. Of a step: of what `accumulate` has there at a time.
+       same values on the device: bit for bit, or within 4 times the reference's own rounding error.
+    2. `conservation`: every byte that leaves the device appears on the host.
     3. `moves`: only values marked offload, or values that were on the host before, are moved there.
     4. `producers`: saved and offloaded values are not recomputed.
-    5. `copies`: no kernel and no host computation touches host memory; all copies are asynchronous, in range and on no
-       stream that computes. Group sizes that TransformerEngine has the host read, waiting for the copies, are listed.
-    6. `placement`: no kind of collective gives devices more bytes than in the reference, except one row per host stack,
-       and no device stores a larger shard of any residual. On pipeline stages: no more exchanges than were traced, and
-       nothing that stages hold moves between them.
-    7. `repeats`: equal arguments give equal results, and memory does not grow: on the devices, and on Linux in the
-       process, by 64 MiB or more. Results that differ from run to run must be equal under `repeatable_options`.
+    5. `copies`: all are asynchronous, in range and on no stream that computes; nothing else touches host memory.
+    6. `placement`: collectives give devices no more than in the reference, and no device stores a larger shard.
+    7. `repeats`: equal arguments give equal results, and memory does not grow, on the devices and in the process.
 
-    What is compiled in 2 and 4 to 7 is what `compiler_options()` gives, which users run. docs/verify-and-report.md says
-    what is not checked, and why.
+    docs/verify-and-report.md says how each is checked, and what is not, and why.
 
     Args:
       f: a loss or a step. A function that returns a floating-point scalar is a loss, which is differentiated with
@@ -54,17 +38,11 @@ def verify(
         modules stay as they are.
       args: its arguments: pytrees of arrays, or of `jax.ShapeDtypeStruct`s, for which arrays are made (magnitudes of
         normally distributed numbers, times 0.02; integers and booleans 0 or 1).
-      policy: treat `f` as `checkpoint(f, policy=policy)`.
-      has_aux: `f` is a loss that returns (scalar, other results).
-      repeats: how often it runs for the last check; at least 3.
-      strict: `copies` fails where TransformerEngine has the host read group sizes.
 
     Returns:
       One `Check` per claim. A claim that fails raises nothing.
 
     Raises:
-      ValueError: `repeats` is less than 3, or `has_aux` and `f` returns something else.
-      TypeError: policy is not a Policy, or has_aux or strict not a bool.
       PolicyError, HostPoolFull, NotImplementedError: as `scan`, `chain`, `checkpoint` and `accumulate` do.
 
     Example:
@@ -78,19 +56,12 @@ def verify(
       >>> verification.ok
       True
       >>> print(verification["moves"])
-      holds        moves: the value that goes to the host is marked offload
+      holds        moves: of 1 value(s) that go to the host 1 are marked offload
     """
-    return Verification(tuple(checks(f, *args, policy=policy, has_aux=has_aux, repeats=repeats, strict=strict)))
+    return Verification(tuple(checks(f, *args)))
 
 
-def checks(
-    f: Callable[..., Any],
-    *args: Any,
-    policy: Policy | None = None,
-    has_aux: bool = False,
-    repeats: int = 3,
-    strict: bool = False,
-) -> Iterator[Check]:
+def checks(f: Callable[..., Any], *args: Any) -> Iterator[Check]:
     """Yield the checks of `verify`, each when it is done.
 
     Example:
@@ -99,10 +70,5 @@ def checks(
       >>> next(checks(lambda x: jnp.sum(jnp.tanh(x)), jnp.ones(8))).claim
       'gradients'
     """
-    if policy is not None:
-        check_arguments("verify", policy)
-    check_switches("verify", has_aux=has_aux, strict=strict)
-    if repeats < 3:
-        raise ValueError(f"verify: repeats must be at least 3, got {repeats}")
-    target = dataclasses.replace(target_of(f, args, policy, has_aux), repeats=repeats, strict=strict)
+    target = target_of(f, args)
     yield from (Check(check.__name__, *check(target)) for check in CHECKS)

@@ -1,4 +1,4 @@
-"""Tell a wrong result from a rounded one: how far results are apart, in units of the reference's own rounding error.
+"""How the results of two programs differ: bit for bit, and in units of the reference's own rounding error.
 
 That error is measured. The reference runs again with each floating-point argument moved by one unit in the last place,
 up or down at random, and its results move with it: a program that adds and multiplies in another order may differ by
@@ -7,18 +7,57 @@ arguments (Higham, Accuracy and Stability of Numerical Algorithms, 2002, section
 """
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
 import numpy as np
-
-from .bits import numbers
+from jax.experimental import multihost_utils
 
 RUNS = 3  # of the reference, with arguments moved
 LIMIT = 4.0  # right programs were seen up to 2.7 apart, and those with 0.1 % off one residual 700 and more
 CHAOTIC = 0.05  # a reference that moves by this share of its norm has chosen otherwise, as a router does
+
+
+def numbers(tree: Any) -> Any:
+    """Return the leaves as numpy arrays; of an array that other processes hold too, this one's shards."""
+
+    def of_leaf(x: Any) -> np.ndarray:
+        x = jax.random.key_data(x) if jnp.issubdtype(x.dtype, jax.dtypes.prng_key) else x
+        return np.asarray(x) if x.is_fully_addressable else np.stack([np.asarray(s.data) for s in x.addressable_shards])
+
+    return jax.tree.map(of_leaf, tree)
+
+
+def differences(ours: Any, reference: Any) -> Iterator[str]:
+    """Compare the bits: NaN equals itself, and 0.0 does not equal -0.0."""
+    bits = lambda x: np.ascontiguousarray(x).reshape(-1).view(f"u{min(x.dtype.itemsize, 8)}")
+    for (path, a), b in zip(jax.tree_util.tree_leaves_with_path(ours), jax.tree.leaves(reference), strict=True):
+        if (differ := bits(a) != bits(b)).any():
+            differ = differ.reshape(a.size, -1).any(1)
+            wide = lambda x: x.reshape(-1).astype(np.complex128)
+            by = np.max(np.abs(wide(a) - wide(b))[differ])
+            yield f"{jax.tree_util.keystr(path)}: {differ.sum()} of {a.size} values, by up to {by:.3g}"
+
+
+def no_evidence(results: Any, args: Any) -> str | None:
+    """Return why results that are equal prove nothing; None if they do."""
+    for path, x in jax.tree_util.tree_leaves_with_path(results):
+        if jnp.issubdtype(x.dtype, jnp.inexact) and not np.isfinite(x).all():
+            return f"{jax.tree_util.keystr(path)} is not finite"
+    if "gradient" in results:
+        gradient = jax.tree.leaves(results["gradient"])
+        return "all gradients are zero" if gradient and not any(g.any() for g in gradient) else None
+    given = jax.tree.leaves(numbers(jax.tree.map(jnp.asarray, args)))
+    is_given = lambda x: any(x.shape == a.shape and x.dtype == a.dtype and not any(differences(x, a)) for a in given)
+    computed = [x for x in jax.tree.leaves(results) if x.any() and not is_given(x)]
+    return None if computed else "they are zero, or are arguments"
+
+
+def in_any_process(true: bool) -> bool:
+    """Return if `true` is so in any process, so that all take the same branch."""
+    return bool(np.any(multihost_utils.process_allgather(np.array(true)))) if jax.process_count() > 1 else true
 
 
 class Rounding(NamedTuple):
@@ -69,24 +108,16 @@ def _norms(a: np.ndarray, b: np.ndarray | None = None) -> np.ndarray:
 def _moved(args: tuple[Any, ...], number: int) -> tuple[Any, ...]:
     """Return the arguments, with each floating-point array on a device moved by one unit in the last place."""
     leaves, tree = jax.tree.flatten(args)
-    chosen = [i for i, leaf in enumerate(leaves) if _can_move(leaf)]
-    arrays = [leaves[i] for i in chosen]
-    shardings = [a.sharding if isinstance(a, jax.Array) else None for a in arrays]
-    moved = jax.jit(_one_ulp, out_shardings=shardings)(arrays, jax.random.key(number))
-    for i, array in zip(chosen, moved, strict=True):
-        leaves[i] = array
+    for n, x in enumerate(leaves):
+        sharding = x.sharding if isinstance(x, jax.Array) else None
+        is_on_host = sharding is not None and sharding.memory_kind == "pinned_host"
+        if hasattr(x, "dtype") and jnp.issubdtype(x.dtype, jnp.inexact) and not is_on_host:
+            key = jax.random.fold_in(jax.random.key(number), n)
+            leaves[n] = jax.jit(_by_one_ulp, out_shardings=sharding)(x, key)
     return jax.tree.unflatten(tree, leaves)
 
 
-def _can_move(leaf: Any) -> bool:
-    on_device = not isinstance(leaf, jax.Array) or leaf.sharding.memory_kind != "pinned_host"
-    return hasattr(leaf, "dtype") and jnp.issubdtype(leaf.dtype, jnp.inexact) and on_device
-
-
-def _one_ulp(arrays: list[Any], key: jax.Array) -> list[jax.Array]:
-    def moved(x: Any, number: int) -> jax.Array:
-        x, eps = jnp.asarray(x), jnp.finfo(x.dtype).eps
-        up = jax.random.bernoulli(jax.random.fold_in(key, number), 0.5, x.shape)
-        return x * jnp.where(up, 1 + eps, 1 - eps).astype(x.dtype)
-
-    return [moved(x, number) for number, x in enumerate(arrays)]
+def _by_one_ulp(x: jax.Array, key: jax.Array) -> jax.Array:
+    """Return an array whose elements are moved up or down, at random."""
+    eps, up = jnp.finfo(x.dtype).eps, jax.random.bernoulli(key, 0.5, x.shape)
+    return x * jnp.where(up, 1 + eps, 1 - eps).astype(x.dtype)

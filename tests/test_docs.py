@@ -133,7 +133,11 @@ def test_names_of_code_exist():
     assert [(name, path) for name, path in beside if not re.search(rf"\b{name}\b", (ROOT / path).read_text())] == []
     sources = [path for folder in ("jaxoffload", "models") for path in ROOT.glob(f"{folder}/**/*.py")]
     modules = {part for path in sources for part in (path.stem, path.parent.name)}
-    defined = {name for path in sources for name in re.findall(r"^ *(?:def|class) (\w+)", path.read_text(), re.M)}
+    defined = {
+        name
+        for path in sources
+        for name in re.findall(r"^(?: *(?:def|class) )?(\w+)(?: =|[(:])", path.read_text(), re.M)
+    }
     assert set(re.findall(r"`(_\w+)[`(]", text)) - modules - defined == set()
     public = set(re.findall(r"`jaxoffload\.([\w.]+)[`(]", text))
     assert {"proof.exact_options", "scan"} <= public

@@ -22,6 +22,7 @@ from ._compiler_options import compiler_options as compiler_options
 from ._compiler_options import write_xla_flags as write_xla_flags
 from ._engine.stages.schedule import Schedule as Schedule
 from ._offload import offload as offload
+from ._optimizer.host_optimizer import host_optimizer as host_optimizer
 from ._scan import scan as scan
 
 # isort: split

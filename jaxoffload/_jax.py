@@ -119,6 +119,13 @@ RESHAPES = {"reshape", "squeeze", "broadcast_in_dim", "transpose", "rev"}
 MOVES = RESHAPES | {"name", "sharding_constraint", BARRIER, "copy", "convert_element_type", "device_put"}
 
 # What computes.
+# An element of the results is computed from the elements of the operands at the same place, or from scalars.
+ELEMENTWISE = {"abs", "add", "and", "bitcast_convert_type", "cbrt", "ceil", "clamp", "convert_element_type", "copy"}
+ELEMENTWISE |= {"cos", "cosh", "div", "eq", "erf", "erf_inv", "erfc", "exp", "exp2", "expm1", "floor", "ge"}
+ELEMENTWISE |= {"gt", "integer_pow", "is_finite", "le", "log", "log1p", "logistic", "lt", "max", "min", "mul", "ne"}
+ELEMENTWISE |= {"neg", "nextafter", "not", "or", "pow", "reduce_precision", "rem", "round", "rsqrt", "select_n"}
+ELEMENTWISE |= {"shift_left", "shift_right_arithmetic", "shift_right_logical", "sign", "sin", "sinh", "sqrt", "square"}
+ELEMENTWISE |= {"stop_gradient", "sub", "tan", "tanh", "xor"}
 MATMULS = {"dot_general", "ragged_dot_general"}
 # One kernel computes all results: recomputing one of them recomputes all. JAX's own kernels, and calls of others'.
 KERNELS = {"pallas_call", "ffi_call", "dot_product_attention_fwd_wrapper", "dot_product_attention_fp8_fwd_wrapper"}

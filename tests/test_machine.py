@@ -308,6 +308,9 @@ def test_the_command_line_measures_and_writes(monkeypatch, tmp_path, capsys):
     monkeypatch.setattr(proof, "machine", lambda again: MACHINE)
     assert main(["machine", "--out", str(file)]) == 0 and Machine.from_json(file.read_text()) == MACHINE
     assert capsys.readouterr().out == f"{MACHINE}\n"
+    with pytest.raises(SystemExit):
+        main(["machine", "--out", str(tmp_path / "nowhere" / "machine.json")])
+    assert "machine.json cannot be written" in capsys.readouterr().err
 
 
 @pytest.mark.gpu

@@ -15,12 +15,13 @@ import common
 import jax
 import jax.numpy as jnp
 import numpy as np
+import optax
 import pytest
 from common import PATIENCE, ROOT, gradient, in_a_loop, needs_te
 from described_gpu import OPTIONS, begun_after, compiled, gpu, matmuls, module_of, nothing_cached, two_gpus
 from flax import nnx
 from jax import lax
-from jax.sharding import Mesh, NamedSharding, PartitionSpec
+from jax.sharding import Mesh, NamedSharding, PartitionSpec, SingleDeviceSharding
 
 from jaxoffload import (
     Policy,
@@ -28,6 +29,7 @@ from jaxoffload import (
     chain,
     checkpoint,
     compiler_options,
+    host_optimizer,
     scan,
     tag,
     write_xla_flags,
@@ -637,3 +639,26 @@ def test_the_hosts_need_of_a_whole_program_is_no_less_than_xla_plans(gpu):
         planned = compiled(gpu, g, *shapes).memory_analysis().host_temp_size_in_bytes
         assert planned <= need * STREAM, which
     assert planned > 0
+
+
+@pytest.mark.claim("host-state-streams")
+def test_an_optimizers_state_comes_and_goes_at_once(gpu):
+    """In each loop, blocks come and go by DMA, in range. Nothing is copied from the host to the host, or computed
+    there; kernels read the first block that comes, and write the last that goes, which are outside of the loops."""
+    one = SingleDeviceSharding(jax.devices("cpu")[0])
+    tx = optax.chain(optax.clip_by_global_norm(1.0), optax.adamw(1e-3))
+    tx = host_optimizer(tx, shardings=one, masters=True)
+    layers, words = 8, 8192
+    shapes = {"up": (layers, 512, 2048), "down": (layers, 2048, 512), "table": (words, 512)}
+    params = {name: jax.ShapeDtypeStruct(shape, jnp.bfloat16) for name, shape in shapes.items()}
+    module = module_of(compiled(gpu, lambda g, p: tx.apply(g, p, tx.init(p)), params, params))
+    loops = {}
+    for copy in hlo.host_copies(module).values():
+        if copy.loop in module.trip_counts:
+            loops.setdefault(copy.loop, []).append(copy.to_host)
+            assert 0 <= min(copy.rows) <= max(copy.rows) < (layers if copy.nbytes > 2**20 else words)
+    both = [directions for directions in loops.values() if False in directions]  # the others are those of init
+    assert len(both) == 2 and all(directions.count(True) == directions.count(False) for directions in both)
+    at_ends = [line for line in hlo.kernels_on_host_memory(module) if line.computation not in module.trip_counts]
+    assert at_ends == hlo.kernels_on_host_memory(module)
+    assert {line.opcode for line in at_ends} == {"dynamic-slice", "dynamic-update-slice"}

@@ -5,6 +5,7 @@ import importlib
 import io
 import itertools
 import json
+import os
 import sys
 import traceback
 from collections.abc import Sequence
@@ -79,10 +80,10 @@ def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
             text = "what `machine --out` wrote; by default what was measured here, if anything"
             one.add_argument("--machine", type=_machine, metavar="FILE", help=text)
         if command is profile:
-            one.add_argument("--html", type=Path, metavar="FILE", help="also write a page with a picture")
+            one.add_argument("--html", type=_writable, metavar="FILE", help="also write a page with a picture")
         if command is machine:
             one.add_argument("--again", action="store_true", help="measure, whatever was measured before")
-            one.add_argument("--out", type=Path, metavar="FILE", help="also write it for --machine, as JSON")
+            one.add_argument("--out", type=_writable, metavar="FILE", help="also write it for --machine, as JSON")
     options, rest = parser.parse_known_args(arguments)  # an ARGUMENT may stand behind an option
     if wrong := [text for text in rest if text.startswith("-") or options.command == "machine"]:
         parser.error(f"unrecognized arguments: {' '.join(wrong)}")
@@ -95,6 +96,13 @@ def _machine(path: str) -> proof.Machine:
         return proof.Machine.from_json(Path(path).read_text())
     except (OSError, ValueError) as why:
         raise argparse.ArgumentTypeError(f"{path}: {why}") from why
+
+
+def _writable(path: str) -> Path:
+    file = Path(path)
+    if file.is_dir() or not os.access(file if file.exists() else file.absolute().parent, os.W_OK):
+        raise argparse.ArgumentTypeError(f"{path} cannot be written")
+    return file
 
 
 def made_by(options: argparse.Namespace) -> Made:

@@ -1,0 +1,301 @@
+"""host_optimizer(): an Optax transformation whose state lives in pinned host memory."""
+
+import dataclasses
+from collections.abc import Callable, Sequence
+from typing import Any, NamedTuple, Protocol
+
+import jax
+import jax.numpy as jnp
+from jax.extend.core import Primitive
+from jax.tree_util import keystr, tree_leaves_with_path
+
+from .._engine.host.limit import HostPoolFull, auto_axes, host_pool_bytes
+from .._engine.jaxprs.flat import division
+from .._jax import HOST, define, on_device, on_host
+from .._policy import Policy, check_arguments, check_switches
+from .._text import readable, short
+from .masters import join, split
+from .placement import Placements, owners, placed
+from .stream import Blocks
+from .update import Input, MixesRows, Output, Update, divided
+
+STACK = 3  # the state of an array of so many axes, one of layers or experts, never comes to the device whole
+
+
+class Transformation(Protocol):
+    """What an `optax.GradientTransformation` has."""
+
+    init: Callable[[Any], Any]
+    update: Callable[..., tuple[Any, Any]]
+
+
+class HostState(NamedTuple):
+    """The state of a `HostOptimizer`.
+
+    Attributes:
+      inner: the transformation's.
+      remainders: as the parameters; int16, what a float32 master has beyond the bfloat16 weight; None for a parameter
+        without a master.
+    """
+
+    inner: Any
+    remainders: Any
+
+
+_OFFLOAD = Policy(default="offload")
+
+
+def host_optimizer(
+    tx: Transformation,
+    *,
+    policy: Policy = _OFFLOAD,
+    shardings: Any = None,
+    masters: bool = False,
+    state_dtype: Any = None,
+) -> "HostOptimizer":
+    """Return an optimizer that computes what `tx` does, with its state in pinned host memory.
+
+        tx = jaxoffload.host_optimizer(optax.adamw(1e-4))
+        state = tx.init(params)
+        params, state = tx.apply(gradients, params, state)  # instead of tx.update and optax.apply_updates
+
+    A loop goes over blocks of rows, of a stack of layers over the layers: it fetches the state of the next block while
+    it updates this one on the device and writes its state back. The device never holds a whole state, nor a set of
+    updates. The bits are those of `tx` on the device, as far as XLA compiles the same arithmetic alike.
+
+    Args:
+      tx: an Optax transformation, which must compute each row of an array's first axis from the same row of the
+        gradient, of the state and of the parameter, as Adam, Lion, momentum and Muon on stacks of layers do. What reads
+        no state on the host may mix rows and arrays: `optax.chain(optax.clip_by_global_norm(1.0), optax.adamw(...))`.
+      policy: "offload" or "save" for the state of a parameter, by its name, such as "layers/mlp/w"; `default` for that
+        of others. Less than `min_offload_bytes` of one parameter, on all devices, is saved.
+      shardings: of the parameters, a pytree prefix. A mesh with Auto axes divides them, and a trace does not show how.
+      masters: keep a float32 master of each bfloat16 parameter. The parameter is its master rounded, ties to the larger
+        integer, and the state has the 16 bits that it lacks. `tx` sees masters, and gradients in float32.
+      state_dtype: in which the state stores floating arrays that are like parameters. `tx` sees them in the dtype in
+        which its `init` makes them; None stores them so.
+
+    Raises:
+      TypeError: an argument is of another type.
+
+    Raises (when `init`, `apply` or `placements` is called, before anything is compiled):
+      PolicyError: a pattern matches no parameter, or says recompute.
+      NotImplementedError: `tx` mixes the layers of a stack, or arrays, whose state is on the host.
+      ValueError: the compiler may divide the parameters, and `shardings` is None.
+      HostPoolFull: (`init`) the pinned host pool cannot hold the state.
+
+    Example:
+      >>> import jax, jax.numpy as jnp, optax
+      >>> from jaxoffload import Policy, host_optimizer
+      >>> params = {"layers": jnp.ones((4, 8, 8))}
+      >>> one = jax.sharding.SingleDeviceSharding(jax.devices()[0])
+      >>> policy = Policy(default="offload", min_offload_bytes=0)
+      >>> tx = host_optimizer(optax.adamw(1e-3), policy=policy, shardings=one)
+      >>> step = jax.jit(tx.apply, donate_argnums=(1, 2))
+      >>> params, state = step({"layers": jnp.ones((4, 8, 8))}, params, tx.init(params))
+      >>> print(tx.placements(params))
+      parameter  state     place  blocks  reason
+      layers     2.00 KiB  host   4       default
+    """
+    if not (callable(getattr(tx, "init", None)) and callable(getattr(tx, "update", None))):
+        raise TypeError(f"host_optimizer: tx must be an optax.GradientTransformation, got {short(tx)}")
+    check_arguments("host_optimizer", policy)
+    check_switches("host_optimizer", masters=masters)
+    dtype = None if state_dtype is None else jnp.dtype(state_dtype)
+    if dtype is not None and not jnp.issubdtype(dtype, jnp.floating):
+        raise TypeError(f"host_optimizer: state_dtype must be a floating dtype, such as bfloat16, got {dtype}")
+    return HostOptimizer(tx, policy, shardings, masters, dtype)
+
+
+@dataclasses.dataclass(frozen=True, eq=False)
+class HostOptimizer:
+    """What `host_optimizer` returns: its arguments, and the functions of an optimizer."""
+
+    tx: Transformation
+    policy: Policy
+    shardings: Any
+    masters: bool
+    state_dtype: Any
+
+    def init(self, params: Any) -> HostState:
+        """Return the state of parameters, each array where `placements` says, sharded as its parameter."""
+        leaves, shardings = jax.tree.leaves(params), self._shardings(params)
+        state = jax.eval_shape(self.first_state, params)
+        placements = self.placements(params)
+        _refuse_too_much(placements, shardings)
+
+        def make(params: Any) -> HostState:
+            inputs = list(map(Input, range(len(leaves))))
+            outputs = [Output(n, _is_on_host(n, placements), None) for n in owners(state, params)]
+            update = _divided(self.first_state, (params,), inputs, outputs, placements, shardings)
+            return jax.tree.unflatten(jax.tree.structure(state), update.run(jax.tree.leaves(params)))
+
+        return make(params) if any(isinstance(x, jax.core.Tracer) for x in leaves) else jax.jit(make)(params)
+
+    def apply(self, gradients: Any, params: Any, state: HostState) -> tuple[Any, HostState]:
+        """Return the parameters after a step, and the new state. Call it in jit, and donate `params` and `state`.
+
+        jit pairs what is donated with results of the same shape and dtype in order, whatever memory they are in. So
+        let your step take parameters and state in the order in which it returns them, or give it `out_shardings`.
+
+        Args:
+          gradients: as `params`, in any floating dtype.
+          params: on the device.
+          state: what `init` or `apply` returned.
+
+        Raises:
+          TypeError: gradients or state are not those of `params`.
+        """
+        _check_trees(gradients, params, state, jax.eval_shape(self.first_state, params))
+        update = self._applied(gradients, params, state)
+        given = zip(jax.tree.leaves((gradients, params, state)), update.inputs, strict=True)
+        operands = [_there(x) if it.on_host else on_device(x) for x, it in given]
+        return jax.tree.unflatten(jax.tree.structure((params, state)), update.run(operands))
+
+    def placements(self, params: Any) -> Placements:
+        """Return where the state of parameters, or of their shapes and dtypes, lives; printed, it is a table."""
+        state = jax.eval_shape(self.first_state, params)
+        blocks = self._applied(params, params, state).blocks
+        found = placed(self.policy, params, state, self._shardings(params))
+        return Placements(p._replace(blocks=blocks[n].number if n in blocks else 1) for n, p in enumerate(found))
+
+    def _applied(self, gradients: Any, params: Any, state: HostState) -> Update:
+        shardings = self._shardings(params)
+        placements = placed(self.policy, params, state, shardings)
+        of_params, of_state = range(len(placements)), owners(state, params)
+        inputs = [*map(Input, of_params), *map(Input, of_params)]
+        inputs += [Input(n, _is_on_host(n, placements)) for n in of_state]
+        outputs = [Output(x.leaf, x.on_host, n) for n, x in enumerate(inputs)][len(of_params) :]
+        return _divided(self.updated, (gradients, params, state), inputs, outputs, placements, shardings)
+
+    def updated(self, gradients: Any, params: Any, state: HostState) -> tuple[Any, HostState]:
+        """Return what `apply` does, from arrays that are all on the device: what it is to be equal to."""
+        weights = self._weights(params, state.remainders)
+        if self.masters:
+            gradients = jax.tree.map(lambda g, w: g.astype(w.dtype), gradients, weights)
+        seen = jax.eval_shape(self.tx.init, weights)
+        updates, inner = self.tx.update(gradients, _cast(state.inner, seen), weights)
+        weights = jax.tree.map(lambda x, u: (x + u).astype(x.dtype), weights, updates)  # as `optax.apply_updates`
+        inner = _cast(inner, state.inner)
+        if not self.masters:
+            return weights, HostState(inner, None)
+        part = lambda k: jax.tree.map(
+            lambda x, r: (x, None)[k] if r is None else split(x)[k], weights, state.remainders
+        )
+        return part(0), HostState(inner, part(1))
+
+    def first_state(self, params: Any) -> HostState:
+        """Return what `init` does, on the device."""
+        inner = self.tx.init(self._weights(params, None))
+        if self.state_dtype is not None:
+            leaves, tree = jax.tree.flatten(inner)
+            casts = lambda owner, x: owner is not None and jnp.issubdtype(x.dtype, jnp.floating)
+            of = owners(inner, params)
+            leaves = [x.astype(self.state_dtype) if casts(n, x) else x for n, x in zip(of, leaves, strict=True)]
+            inner = jax.tree.unflatten(tree, leaves)
+        zeros = lambda x: jnp.zeros(x.shape, jnp.int16) if x.dtype == jnp.bfloat16 else None
+        return HostState(inner, jax.tree.map(zeros, params) if self.masters else None)
+
+    def _weights(self, params: Any, remainders: Any) -> Any:
+        """Return parameters as `tx` sees them; masters of them are rounded ones where there are no remainders."""
+        if not self.masters:
+            return params
+        if remainders is None:
+            return jax.tree.map(lambda x: x.astype(jnp.float32) if x.dtype == jnp.bfloat16 else x, params)
+        return jax.tree.map(lambda x, r: x if r is None else join(x, r), params, remainders)
+
+    def _shardings(self, params: Any) -> list[Any]:
+        """Return the sharding of each parameter; None where it is on one device."""
+        if self.shardings is not None:
+            return jax.tree.leaves(jax.tree.broadcast(self.shardings, params))
+        return list(map(_sharding, jax.tree.leaves(params)))
+
+
+def _sharding(x: Any) -> Any:
+    if (sharding := jax.typeof(x).sharding).mesh.explicit_axes:
+        return sharding
+    if not isinstance(x, jax.core.Tracer):
+        return getattr(x, "sharding", None)
+    if auto_axes():
+        raise ValueError(
+            "host_optimizer: a mesh may divide the parameters, which a trace does not show; give their shardings: "
+            "host_optimizer(tx, shardings=jax.tree.map(lambda x: x.sharding, params))"
+        )
+    return None
+
+
+# An array that is in host memory though its type does not say so: as jit's in_shardings, out_shardings of what made it,
+# `jax.make_array_from_callback` and `jax.ShapeDtypeStruct` have it.
+_there_p = define(
+    Primitive("jaxoffload_there"),
+    eager=lambda x: jax.device_put(x, HOST),
+    results=lambda aval: aval.update(memory_space=HOST),
+    lower=lambda _, x: [x],
+)
+
+
+def _there(x: Any) -> Any:
+    """Return an array that is in host memory, with a type that says so."""
+    return x if on_host(jax.typeof(x)) else _there_p.bind(x)
+
+
+def _is_on_host(leaf: int | None, placements: Placements) -> bool:
+    return leaf is not None and placements[leaf].place == "host"
+
+
+def _cast(tree: Any, like: Any) -> Any:
+    return jax.tree.map(lambda x, like: x.astype(like.dtype), tree, like)
+
+
+def _check_trees(gradients: Any, params: Any, state: Any, first: Any) -> None:
+    for name, given, like in (("gradients", gradients, params), ("state", state, first)):
+        dtype = lambda x: x.dtype if name == "state" else ""
+        arrays = lambda tree: [f"{keystr(path)} {dtype(x)}{list(x.shape)}" for path, x in tree_leaves_with_path(tree)]
+        if arrays(given) != arrays(like):
+            differ = [array for array in arrays(given) if array not in arrays(like)] or ["fewer arrays"]
+            of = "params" if name == "gradients" else "what init returns for params"
+            raise TypeError(f"host_optimizer: apply(gradients, params, state): {name} must be as {of}, got {differ[0]}")
+
+
+def _refuse_too_much(placements: Placements, shardings: Sequence[Any]) -> None:
+    pairs = zip(placements, shardings, strict=True)
+    need = sum(-(-p.bytes // division(sharding).parts) for p, sharding in pairs if p.place == "host")
+    if (pool := host_pool_bytes()) is not None and need > pool:
+        what = f"the state needs {readable(need)} per device, and the pinned host pool holds {readable(pool)}"
+        raise HostPoolFull("host_optimizer", what, need, pool, None, False)
+
+
+def _divided(
+    f: Callable[..., Any],
+    args: tuple[Any, ...],
+    inputs: Sequence[Input],
+    outputs: Sequence[Output],
+    placements: Placements,
+    shardings: Sequence[Any],
+) -> Update:
+    """Return `f` of these arguments, divided.
+
+    Raises:
+      NotImplementedError: it mixes what must be apart.
+    """
+    leaves, tree = jax.tree.flatten(args)
+    avals = jax.make_jaxpr(lambda *xs: list(map(on_device, xs)))(*leaves).out_avals
+    jaxpr = jax.make_jaxpr(lambda *xs: jax.tree.leaves(f(*jax.tree.unflatten(tree, xs))))(*avals)
+    streams = {n for n, p in enumerate(placements) if p.place == "host" and p.blocks > 1}
+    while True:
+        try:
+            blocks = {n: Blocks(placements[n].blocks, shardings[n]) for n in sorted(streams)}
+            return divided(jaxpr, inputs, outputs, blocks)
+        except MixesRows as mixes:
+            name = placements[mixes.leaf].name
+            if mixes.other is not None:
+                why = f"reads the state of another, such as {placements[mixes.other].name}"
+            elif mixes.leaf in streams and len(avals[mixes.leaf].shape) < STACK:
+                streams.remove(mixes.leaf)
+                continue
+            else:
+                why = "mixes the rows of its first axis, which are layers"
+            raise NotImplementedError(
+                f"host_optimizer: the state of {name} is on the host, and its update {why} ({mixes.how}); keep it on "
+                f"the device, Policy({{{name!r}: 'save'}}, default='offload'), or use another transformation"
+            ) from None

@@ -1,0 +1,114 @@
+"""Stream arrays from the host through the device and back, block by block, in one loop for leaves of as many blocks.
+
+    iteration i:   fetch block i+1    compute block i    write block i
+
+Both copies run beside the computation, one in each direction. On the device are three blocks: one that comes, one that
+is computed with, and one that goes.
+"""
+
+from collections.abc import Callable, Sequence
+from typing import Any, NamedTuple
+
+import jax
+from jax import lax
+from jax.sharding import NamedSharding, PartitionSpec
+
+from .._engine.jaxprs.flat import division
+from .._engine.layers.rows import opaque_zero
+from .._engine.layers.transport import to_device, to_host
+
+
+class Blocks(NamedTuple):
+    """The rows of an array in so many blocks, each of as many rows on every device.
+
+    `sharding`: the array's. If it divides the rows, a block is a part of each device's rows: they do not lie side by
+    side in the array, which does not matter to what treats each row by itself.
+    """
+
+    number: int
+    sharding: Any = None
+
+    def take(self, x: Any, i: Any, axis: int = 0) -> Any:
+        """Return block i of an array, whose rows are along `axis`."""
+
+        def take(x: Any, i: Any) -> Any:
+            rows = x.shape[axis] // self.number
+            return lax.dynamic_slice_in_dim(x, i * rows, rows, axis, allow_negative_indices=False)
+
+        return self._in_shards(take, axis)(x, i)
+
+    def put(self, x: Any, block: Any, i: Any) -> Any:
+        """Return an array with its block i replaced."""
+
+        def put(x: Any, block: Any, i: Any) -> Any:
+            at = i * (x.shape[0] // self.number)
+            return lax.dynamic_update_slice_in_dim(x, block, at, 0, allow_negative_indices=False)
+
+        return self._in_shards(put)(x, block, i)
+
+    def sharded(self, x: Any) -> Any:
+        """Return an array that is sharded as the parameter."""
+        return lax.with_sharding_constraint(x, self.sharding) if isinstance(self.sharding, NamedSharding) else x
+
+    def _in_shards(self, f: Callable[..., Any], axis: int = 0) -> Callable[..., Any]:
+        """Return `f`, for the part of each device if those divide the rows: then those must be along the first axis."""
+        if axis or division(self.sharding).rows == 1:
+            return f
+        mesh, spec = self.sharding.mesh, self.sharding.spec
+
+        def in_shards(*operands: Any) -> Any:
+            specs = (*[spec] * (len(operands) - 1), PartitionSpec())
+            return jax.shard_map(f, mesh=mesh, in_specs=specs, out_specs=spec)(*operands)
+
+        return in_shards
+
+
+class Stream(NamedTuple):
+    """A leaf whose state streams.
+
+    Attributes:
+      blocks: how its arrays are divided.
+      reads: whether the new state is computed from the one that is there.
+      on_host: its state.
+      on_device: what is replaced there, in place: the parameter.
+      compute: the number of a block, and the block of the state -> that of the new state, and that of `on_device`.
+    """
+
+    blocks: Blocks
+    reads: bool
+    on_host: Sequence[Any]
+    on_device: Sequence[Any]
+    compute: Callable[[Any, list[Any]], tuple[list[Any], list[Any]]]
+
+
+Arrays = list[list[Any]]
+
+
+def stream(leaves: Sequence[Stream]) -> tuple[Arrays, Arrays]:
+    """Return the new state of each leaf, and its new arrays on the device. All leaves have as many blocks."""
+    zero = opaque_zero()
+
+    def fetch(stacks: Arrays, i: Any) -> Arrays:
+        of_leaf = lambda leaf, stacks: [to_device(leaf.blocks.take(x, i)) for x in stacks] if leaf.reads else []
+        return list(map(of_leaf, leaves, stacks))
+
+    def iteration(i: Any, state: tuple[Arrays, Arrays, Arrays], is_last: bool = False) -> tuple[Arrays, Arrays, Arrays]:
+        stacks, arrays, fetched = state
+        coming = fetched if is_last else fetch(stacks, i + 1)
+        i_device = i + zero
+        for n, leaf in enumerate(leaves):
+            new, replaced = leaf.compute(i_device, fetched[n])
+            for k, block in enumerate(new):
+                # Each array is read before it is written, so XLA need not copy it. An order of all reads before all
+                # writes would have the two directions of the bus wait for each other.
+                stack = stacks[n][k]
+                if leaf.reads and not is_last:
+                    coming[n][k], stack, block = lax.optimization_barrier((coming[n][k], stack, block))
+                stacks[n][k] = leaf.blocks.put(stack, to_host(block), i)
+            arrays[n] = [leaf.blocks.put(x, block, i_device) for x, block in zip(arrays[n], replaced, strict=True)]
+        return stacks, arrays, coming
+
+    stacks, arrays = [list(leaf.on_host) for leaf in leaves], [list(leaf.on_device) for leaf in leaves]
+    last = leaves[0].blocks.number - 1
+    state = lax.fori_loop(0, last, iteration, (stacks, arrays, fetch(stacks, 0)))
+    return iteration(last, state, is_last=True)[:2]  # XLA:GPU would not clamp the row that it would fetch

@@ -1,0 +1,374 @@
+"""host_optimizer: state on the host, and the bits of the transformation on the device."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+from jax.sharding import AxisType, NamedSharding, PartitionSpec, SingleDeviceSharding
+from optax import contrib
+
+from jaxoffload import HostPoolFull, Policy, PolicyError, host_optimizer
+from jaxoffload._jax import ELEMENTWISE
+from jaxoffload._optimizer.masters import join, split
+from jaxoffload.proof import exact_options
+
+ONE = SingleDeviceSharding(jax.devices()[0])
+HOST = jax.memory.Space.Host
+ALL = Policy(default="offload", min_offload_bytes=0)
+KEY = jax.random.key(0)
+
+
+def params_in(dtype=jnp.float32):
+    """Two stacks of layers of unlike length, a table, and one of a prime number of rows, which comes whole."""
+    shapes = {"layers/w": (4, 8, 16), "layers/scale": (4, 8), "dense/w": (3, 8, 8), "table": (60, 8), "odd": (67, 8)}
+    drawn = {
+        name: jax.random.normal(jax.random.fold_in(KEY, n), s, dtype) for n, (name, s) in enumerate(shapes.items())
+    }
+    return {
+        "layers": {"w": drawn["layers/w"], "scale": drawn["layers/scale"]},
+        "dense": {"w": drawn["dense/w"]},
+        "table": drawn["table"],
+        "odd": drawn["odd"],
+    }
+
+
+def gradients_of(params, step):
+    draw = lambda x: jax.random.normal(jax.random.fold_in(KEY, step + x.size), x.shape, x.dtype)
+    return jax.tree.map(lambda x: jax.device_put(draw(x), x.sharding), params)
+
+
+def of_optax(tx):
+    """The reference: state and parameters on the device, updated by Optax alone."""
+
+    def step(gradients, params, state):
+        updates, state = tx.update(gradients, state, params)
+        return optax.apply_updates(params, updates), state
+
+    return jax.jit(step, compiler_options=exact_options())
+
+
+def after_steps(step, params, state, steps=3):
+    for n in range(steps):
+        params, state = step(gradients_of(params, n), params, state)
+    return params, state
+
+
+def assert_equal(ours, reference):
+    for (path, a), b in zip(jax.tree_util.tree_leaves_with_path(ours), jax.tree.leaves(reference), strict=True):
+        np.testing.assert_array_equal(np.asarray(a), np.asarray(b), err_msg=jax.tree_util.keystr(path), strict=True)
+
+
+def kinds_of(tree):
+    return {x.sharding.memory_kind for x in jax.tree.leaves(tree) if x.ndim}
+
+
+TRANSFORMATIONS = {
+    "adamw": lambda: optax.adamw(1e-3),
+    "adam, bfloat16 momentum, clipped by the norm of all, with a schedule": lambda: optax.chain(
+        optax.clip_by_global_norm(1.0), optax.adam(optax.cosine_decay_schedule(1e-3, 9), mu_dtype=jnp.bfloat16)
+    ),
+    "adamw with a mask": lambda: optax.adamw(1e-3, mask=lambda p: jax.tree.map(lambda x: x.shape[0] == 4, p)),
+    "lion": lambda: optax.lion(1e-3),
+    "momentum": lambda: optax.sgd(1e-3, momentum=0.9),
+    "rmsprop": lambda: optax.rmsprop(1e-3),
+    "amsgrad": lambda: optax.amsgrad(1e-3),
+    "injected": lambda: optax.inject_hyperparams(optax.adamw)(learning_rate=1e-3),
+    "schedule-free": lambda: contrib.schedule_free_adamw(1e-3),
+    "factored": lambda: optax.chain(optax.scale_by_factored_rms(min_dim_size_to_factor=4), optax.scale(-1e-2)),
+    "adam for some": lambda: optax.partition(
+        {"adam": optax.adam(1e-3), "sgd": optax.sgd(1e-3)},
+        {"layers": "adam", "table": "sgd"},
+    ),
+}
+
+
+@pytest.mark.claim("host-state-has-the-bits")
+@pytest.mark.parametrize("name", TRANSFORMATIONS)
+def test_state_on_the_host_has_the_bits_of_state_on_the_device(name):
+    tx, params = TRANSFORMATIONS[name](), {"layers": params_in()["layers"], "table": params_in()["table"]}
+    ours = host_optimizer(tx, policy=ALL, shardings=ONE)
+    state = ours.init(params)
+    assert_equal(state.inner, tx.init(params))
+    found = after_steps(jax.jit(ours.apply, compiler_options=exact_options()), params, state)
+    assert_equal((found[0], found[1].inner), after_steps(of_optax(tx), params, tx.init(params)))
+    of_layers = [x for x in jax.tree.leaves(state.inner) if x.shape == (4, 8, 16)]
+    assert kinds_of(of_layers) == ({"pinned_host"} if of_layers else set())
+    assert kinds_of(found[1].inner) == kinds_of(state.inner)
+
+
+def test_stacks_of_unlike_length_and_what_comes_whole_are_updated_together():
+    tx, params = optax.chain(optax.clip_by_global_norm(1.0), optax.adamw(1e-3)), params_in()
+    ours = host_optimizer(tx, policy=ALL, shardings=ONE)
+    found = after_steps(jax.jit(ours.apply, compiler_options=exact_options()), params, ours.init(params))
+    assert_equal((found[0], found[1].inner), after_steps(of_optax(tx), params, tx.init(params)))
+    blocks = {p.name: p.blocks for p in ours.placements(params)}
+    assert blocks == {"dense/w": 3, "layers/scale": 4, "layers/w": 4, "odd": 1, "table": 60}
+
+
+# XLA simplifies what stands in a branch, or beside a matmul, otherwise than in a loop over blocks.
+ROUNDED = {
+    "clipped by each array's norm": lambda: optax.chain(optax.adaptive_grad_clip(0.1), optax.adam(1e-3)),
+    "applied if finite": lambda: optax.apply_if_finite(optax.adam(1e-3), 3),
+    "every second step": lambda: optax.MultiSteps(optax.adam(1e-3), 2).gradient_transformation(),
+    "muon, which multiplies the matrices of a layer": lambda: contrib.muon(1e-3),
+}
+
+
+@pytest.mark.parametrize("name", ROUNDED)
+def test_other_transformations_agree_up_to_rounding(name):
+    tx, params = ROUNDED[name](), {"layers": params_in()["layers"]}
+    ours = host_optimizer(tx, policy=ALL, shardings=ONE)
+    found = after_steps(jax.jit(ours.apply), params, ours.init(params))
+    close = lambda a, b: np.testing.assert_allclose(np.asarray(a), np.asarray(b), rtol=1e-5, atol=1e-6)
+    jax.tree.map(close, (found[0], found[1].inner), after_steps(of_optax(tx), params, tx.init(params)))
+
+
+def test_a_transformation_of_ones_own_is_judged_by_what_it_computes():
+    scale = lambda g, m: m * 0.9 + jnp.tanh(g) * jnp.max(jnp.abs(g), axis=-1, keepdims=True)
+    init = lambda params: {"m": jax.tree.map(jnp.zeros_like, params), "calls": 0}
+
+    def update(gradients, state, params=None):
+        m = jax.tree.map(scale, gradients, state["m"])
+        return jax.tree.map(jnp.negative, m), {"m": m, "calls": state["calls"] + 1}
+
+    tx, params = optax.GradientTransformation(init, update), params_in()
+    ours = host_optimizer(tx, policy=ALL, shardings=ONE)
+    found = after_steps(jax.jit(ours.apply, compiler_options=exact_options()), params, ours.init(params))
+    assert_equal((found[0], found[1].inner), after_steps(of_optax(tx), params, tx.init(params)))
+
+
+MIXING = {
+    "lamb": (lambda: optax.lamb(1e-3), "mixes the rows of its first axis, which are layers (reduce_sum"),
+    "a norm of updates": (
+        lambda: optax.chain(optax.adam(1e-3), optax.clip_by_global_norm(1.0)),
+        "mixes the rows of its first axis, which are layers (reduce_sum",
+    ),
+    "layers that read others": (
+        lambda: optax.chain(
+            optax.trace(0.9), optax.stateless(lambda u, _: jax.tree.map(lambda x: jnp.roll(x, 1, 0), u))
+        ),
+        "mixes the rows of its first axis",
+    ),
+}
+
+
+@pytest.mark.claim("host-state-mixing-refused")
+@pytest.mark.parametrize("name", MIXING)
+def test_what_mixes_layers_is_refused_before_anything_is_compiled(name):
+    make, why = MIXING[name]
+    tx = host_optimizer(make(), policy=ALL, shardings=ONE)
+    with pytest.raises(NotImplementedError) as refused:
+        tx.placements(params_in())
+    assert why in str(refused.value) and "Policy({" in str(refused.value) and ": 'save'}" in str(refused.value)
+
+
+def test_state_of_another_array_is_refused():
+    swap = lambda u, _: {"a": u["b"], "b": u["a"]}
+    tx = host_optimizer(optax.chain(optax.trace(0.9), optax.stateless(swap)), policy=ALL, shardings=ONE)
+    with pytest.raises(
+        NotImplementedError, match="the state of a is on the host, and its update reads the state of another, such as b"
+    ):
+        tx.init({"a": jnp.ones((4, 8, 8)), "b": jnp.ones((4, 8, 8))})
+
+
+def test_what_is_saved_may_mix_layers():
+    tx, params = optax.lamb(1e-3), {"layers": params_in()["layers"]["w"], "table": params_in()["table"]}
+    policy = Policy({"layers": "save"}, default="offload", min_offload_bytes=0)
+    ours = host_optimizer(tx, policy=policy, shardings=ONE)
+    found = after_steps(jax.jit(ours.apply, compiler_options=exact_options()), params, ours.init(params))
+    assert_equal((found[0], found[1].inner), after_steps(of_optax(tx), params, tx.init(params)))
+    assert [(p.name, p.place, p.blocks) for p in ours.placements(params)] == [
+        ("layers", "device", 1),
+        ("table", "host", 1),  # a matrix, whose rows LAMB mixes, comes to the device whole
+    ]
+
+
+# ------------------------------------------------------------------------------------------------------------ masters
+
+
+def rounded(x):
+    """float32 to bfloat16, ties to the larger integer, by NumPy."""
+    bits = np.asarray(x).view(np.uint32)
+    return ((bits + np.uint32(0x8000)) >> 16).astype(np.uint16).view(jnp.bfloat16)
+
+
+@pytest.mark.parametrize("state_dtype", [None, jnp.bfloat16], ids=str)
+def test_masters_have_the_bits_of_float32_parameters(state_dtype):
+    tx, params = optax.adamw(1e-1), params_in(jnp.bfloat16)
+    ours = host_optimizer(tx, policy=ALL, shardings=ONE, masters=True, state_dtype=state_dtype)
+    found, state = after_steps(jax.jit(ours.apply, compiler_options=exact_options()), params, ours.init(params))
+    assert kinds_of(state.remainders) == {"pinned_host"}
+    in_float32 = lambda tree: jax.tree.map(lambda x: x.astype(jnp.float32), tree)
+    stored = lambda s: jax.tree.map(lambda x: x.astype(state_dtype or x.dtype) if x.ndim else x, s)
+    on_device = of_optax(tx)
+
+    def step(gradients, masters, inner):
+        masters, inner = on_device(in_float32(gradients), masters, jax.tree.map(jnp.array, in_float32_arrays(inner)))
+        return masters, stored(inner)
+
+    in_float32_arrays = lambda s: jax.tree.map(lambda x: x.astype(jnp.float32) if x.ndim else x, s)
+    masters, inner = in_float32(params), stored(tx.init(in_float32(params)))
+    for n in range(3):
+        masters, inner = step(gradients_of(params, n), masters, inner)
+    assert_equal(state.inner, inner)
+    assert_equal(jax.tree.map(lambda w, r: join(w, jax.device_put(r, ONE)), found, state.remainders), masters)
+    assert_equal(found, jax.tree.map(rounded, masters))
+
+
+@pytest.mark.claim("masters-lose-nothing")
+def test_a_weight_and_its_remainder_are_the_master_bit_for_bit():
+    bits = np.random.default_rng(0).integers(0, 2**32, 100_000, dtype=np.uint32)
+    edges = np.array([0, 1, 0x8000, 0x7FFF, 0xFFFF8000, 0x00018000, 0x7F7FFFFF, 0x7F800000, 0xFF800000], np.uint32)
+    masters = np.concatenate([bits, edges, edges + 1]).view(np.float32)
+    weights, remainders = jax.jit(split)(masters)
+    again = np.asarray(jax.jit(join)(weights, remainders))
+    is_nan = np.isnan(masters)
+    assert (again.view(np.uint32) == masters.view(np.uint32))[~is_nan].all()
+    assert np.isnan(again[is_nan]).all() and np.isnan(np.asarray(weights, np.float32)[is_nan]).all()
+    assert (np.asarray(weights).view(np.uint16) == rounded(masters).view(np.uint16))[~is_nan].all()
+
+
+# ----------------------------------------------------------------------------------------------------------- sharding
+
+
+@pytest.mark.claim("host-state-is-sharded")
+@pytest.mark.parametrize("kind", [AxisType.Auto, AxisType.Explicit], ids=str)
+def test_state_is_sharded_as_parameters_are_and_blocks_are_parts_of_shards(kind):
+    mesh = jax.make_mesh((4, 2), ("fsdp", "tensor"), axis_types=(kind,) * 2)
+    specs = {
+        "w": (None, "fsdp", "tensor"),
+        "scale": (None, "fsdp"),
+        "table": ("fsdp", "tensor"),
+        "flat": (("fsdp", "tensor"),),
+    }
+    shardings = {name: NamedSharding(mesh, PartitionSpec(*spec)) for name, spec in specs.items()}
+    shapes = {"w": (4, 8, 16), "scale": (4, 8), "table": (64, 8), "flat": (64,)}
+    tx = optax.chain(optax.clip_by_global_norm(1.0), optax.adamw(1e-3))
+    with jax.set_mesh(mesh):
+        draw = lambda name: jax.random.normal(jax.random.key(len(name)), shapes[name])
+        params = {name: jax.device_put(draw(name), sharding) for name, sharding in shardings.items()}
+        ours = host_optimizer(tx, policy=ALL, shardings=None if kind is AxisType.Explicit else shardings)
+        state = ours.init(params)
+        found = after_steps(jax.jit(ours.apply, compiler_options=exact_options()), params, state)
+        assert_equal((found[0], found[1].inner), after_steps(of_optax(tx), params, tx.init(params)))
+    for tree in (state.inner, found[1].inner):
+        for moments in (tree[1][0].mu, tree[1][0].nu):
+            assert {n: x.sharding.spec for n, x in moments.items()} == {n: s.spec for n, s in shardings.items()}
+            assert kinds_of(moments) == {"pinned_host"}
+    assert {p.name: p.blocks for p in ours.placements(params)} == {"w": 4, "scale": 4, "table": 16, "flat": 8}
+
+
+def test_shardings_that_a_trace_does_not_show_are_asked_for():
+    tx = host_optimizer(optax.adam(1e-3), policy=ALL)
+    mesh = jax.make_mesh((8,), ("fsdp",), axis_types=(AxisType.Auto,))
+    with jax.set_mesh(mesh), pytest.raises(ValueError, match=r"a mesh may divide the parameters.*give their shardings"):
+        jax.eval_shape(tx.init, params_in())
+
+
+# ---------------------------------------------------------------------------------------------- places, and their types
+
+
+def test_the_table_says_where_state_lives_and_why():
+    policy = Policy({"table": "save", "layers/*": "offload"}, default="save", min_offload_bytes=1000)
+    tx = host_optimizer(optax.adam(1e-3), policy=policy, shardings=ONE)
+    expected = """\
+parameter     state     place   blocks  reason
+dense/w       1.50 KiB  device  1       default
+layers/scale  256 B     device  1       smaller than min_offload_bytes (1000 B)
+layers/w      4.00 KiB  host    4       layers/*
+odd           4.19 KiB  device  1       default
+table         3.75 KiB  device  1       table"""
+    placements = tx.placements(jax.eval_shape(params_in))
+    assert str(placements) == expected and placements.host_bytes == 2 * 4 * 8 * 16 * 4
+    state = tx.init(params_in())
+    assert {x.shape for x in jax.tree.leaves(state) if x.sharding.memory_kind == "pinned_host"} == {(4, 8, 16)}
+
+
+@pytest.mark.parametrize(
+    ("policy", "why"),
+    [
+        (
+            Policy({"layer/w": "offload"}, default="save"),
+            r"residuals\['layer/w'\]: matches no parameter.*nearest is 'layers/w'",
+        ),
+        (
+            Policy({"table": "recompute"}, default="save"),
+            r"residuals\['table'\]: 'recompute' is not allowed for a state",
+        ),
+        (Policy(), "default: 'recompute' is not allowed for a state; use save or offload"),
+    ],
+)
+def test_a_policy_that_means_nothing_here_is_refused(policy, why):
+    with pytest.raises(PolicyError, match=why):
+        host_optimizer(optax.adam(1e-3), policy=policy, shardings=ONE).init(params_in())
+
+
+@pytest.mark.parametrize(
+    ("arguments", "why"),
+    [
+        ({"tx": optax.adam}, "tx must be an optax.GradientTransformation"),
+        ({"policy": "offload"}, "policy must be a jaxoffload.Policy"),
+        ({"masters": "float32"}, "masters must be True or False"),
+        ({"state_dtype": jnp.int8}, "state_dtype must be a floating dtype, such as bfloat16, got int8"),
+    ],
+)
+def test_arguments_are_judged_at_once(arguments, why):
+    with pytest.raises(TypeError, match=why):
+        host_optimizer(**{"tx": optax.adam(1e-3), **arguments})
+
+
+def test_trees_of_other_parameters_are_refused():
+    params, tx = params_in(), host_optimizer(optax.adam(1e-3), policy=ALL, shardings=ONE)
+    state = tx.init(params)
+    with pytest.raises(TypeError, match="gradients must be as params, got fewer arrays"):
+        tx.apply({"table": params["table"]}, params, state)
+    with pytest.raises(TypeError, match="state must be as what init returns for params, got "):
+        tx.apply(params, params, params)  # in the wrong order, perhaps
+
+
+def test_more_than_the_pool_holds_is_refused_before_it_is_made(monkeypatch):
+    monkeypatch.setenv("XLA_PJRT_GPU_HOST_MEMORY_LIMIT_GB", "1")
+    tx = host_optimizer(optax.adam(1e-3), shardings=ONE)
+    params = {"w": jax.ShapeDtypeStruct((4, 2**14, 2**12), jnp.float32)}
+    with pytest.raises(
+        HostPoolFull, match=r"the state needs 2.00 GiB per device, and the pinned host pool holds 1.00 GiB"
+    ):
+        jax.eval_shape(tx.init, params)
+
+
+def test_state_whose_type_forgot_the_host_is_taken_for_what_it_is():
+    """As a checkpoint's arrays do, and what jit makes for `out_shardings`. Ahead of time there are only shapes."""
+    params, tx = params_in(), host_optimizer(optax.adamw(1e-3), policy=ALL, shardings=ONE)
+    state, step = tx.init(params), jax.jit(tx.apply, compiler_options=exact_options())
+    read = lambda x: jax.make_array_from_callback(x.shape, x.sharding, lambda index: np.asarray(x)[index])
+    forgot = jax.tree.map(read, state)
+    pinned = [x for x in jax.tree.leaves(forgot) if x.sharding.memory_kind == "pinned_host"]
+    assert pinned and all(jax.typeof(x).memory_space != HOST for x in pinned)
+    gradients = gradients_of(params, 0)
+    assert_equal(step(gradients, params, forgot), step(gradients, params, state))
+    shapes = jax.tree.map(
+        lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=x.sharding), (gradients, params, state)
+    )
+    ahead = step.lower(*shapes).compile()
+    assert_equal(ahead(gradients, params, state), step(gradients, params, state))
+
+
+def test_elementwise_primitives_are_those_that_jax_batches_so():
+    """What JAX batches without a change of its parameters is elementwise; these have rules of their own."""
+    from jax.interpreters import batching
+
+    rules = {p.name: rule for p, rule in batching.fancy_primitive_batchers.items()}
+    own = {
+        "clamp",
+        "convert_element_type",
+        "select_n",
+        "reduce_precision",
+        "nextafter",
+        "copy",
+        "copy_p",
+        "stop_gradient",
+    }
+    kinds = {"vectorized_batcher", "broadcast_batcher"}
+    for name in (ELEMENTWISE - own) & rules.keys():
+        assert getattr(rules[name], "func", rules[name]).__name__ in kinds, name

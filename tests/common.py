@@ -21,24 +21,12 @@ from jaxoffload import Policy, accumulate
 from jaxoffload._engine.jaxprs.walk import walk
 from jaxoffload._engine.microbatches.interleaved import interleaved_p
 from jaxoffload.grouped import te
-from jaxoffload.proof import Bus, Machine, exact_options
+from jaxoffload.proof import exact_options
 
 ROOT = Path(__file__).parents[1]
-# With one rate for all matmuls, so that times can be computed by hand.
-ONE_RATE = Machine(
-    device="NVIDIA H200",
-    gpus=1,
-    jaxlib="0.11.2",
-    one=Bus(53.5, 53.5, 41.0),
-    all=Bus(53.5, 53.5, 41.0),
-    gemm_tflops=672.3,
-    attention_tflops=(581.9, 529.2),
-    hbm_gb_s=3887.3,
-)
 PATIENCE = 300  # seconds that a test waits for a process, because the machine may be busy
-# Overrides for short runs. The learning rate of CONSTANT does not depend on the number of steps.
+# Overrides for short runs.
 SHORT = ("mesh.data=8", "model.layers=1", "train.checkpoint_every=2", "train.eval_every=100", "train.warmup_steps=0")
-CONSTANT = (*SHORT, "train.final_learning_rate_fraction=1", "train.learning_rate=1e-3")
 _started: list[subprocess.Popen] = []
 
 # `make test-gpu` selects the second.
@@ -125,18 +113,34 @@ def gradient(f, argnums=0):
     return jax.grad(lambda *args: total(f(*args)), argnums=argnums)
 
 
+def one_by_one(loss, argnums=0, has_aux=False, reduction="mean"):
+    """The reference of `accumulate`: the loop over microbatches that a user would write."""
+
+    def run(*args):
+        numbers = (argnums,) if isinstance(argnums, int) else argnums
+        batch = {n: x for n, x in enumerate(args) if n not in numbers}
+
+        def add(sums, microbatch):
+            given = dict(enumerate(args)) | microbatch
+            value, grads = jax.value_and_grad(loss, argnums, has_aux)(*(given[n] for n in range(len(args))))
+            value, aux = value if has_aux else (value, None)
+            return jax.tree.map(jnp.add, sums, (value, grads)), aux
+
+        params = args[argnums] if isinstance(argnums, int) else tuple(args[n] for n in argnums)
+        zeros = jnp.float32(0), jax.tree.map(jnp.zeros_like, params)
+        sums, aux = lax.scan(add, zeros, batch)
+        count = len(jax.tree.leaves(batch)[0])
+        value, grads = jax.tree.map(lambda x: x / count, sums) if reduction == "mean" else sums
+        return ((value, aux) if has_aux else value), grads
+
+    return run
+
+
 def accumulated(f, interleaved=True):
     """Return (x, w) -> the gradient with respect to w, summed over four microbatches of x; or in a plain loop."""
-    loss = lambda w, x: total(f(x, w))
-
-    def of_microbatches(x, w):
-        xs = jnp.stack([x, -x, x / 2, 2 * x])
-        if interleaved:
-            return accumulate(loss, reduction="sum")(w, xs)[1]
-        add = lambda sums, x: (jax.tree.map(jnp.add, sums, jax.grad(loss)(w, x)), None)
-        return lax.scan(add, jax.tree.map(jnp.zeros_like, w), xs)[0]
-
-    return of_microbatches
+    run = accumulate if interleaved else one_by_one
+    summed = run(lambda w, x: total(f(x, w)), reduction="sum")
+    return lambda x, w: summed(w, jnp.stack([x, -x, x / 2, 2 * x]))[1]
 
 
 def gradient_jaxpr(f, *args, argnums=0):

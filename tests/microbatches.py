@@ -1,4 +1,4 @@
-"""A small language model in layers with names, and the loop over microbatches that a user would write."""
+"""A small language model in layers with names."""
 
 import jax
 import jax.numpy as jnp
@@ -19,29 +19,6 @@ def params_of(layers):
         "mixer": normal(3, (DIM, DIM)) / 3,
         "out": normal(4, (DIM, WORDS)),
     }
-
-
-def one_by_one(loss, argnums=0, has_aux=False, reduction="mean"):
-    """The loop that a user would write."""
-
-    def run(*args):
-        numbers = (argnums,) if isinstance(argnums, int) else argnums
-        batch = {n: x for n, x in enumerate(args) if n not in numbers}
-
-        def add(sums, microbatch):
-            given = dict(enumerate(args)) | microbatch
-            value, grads = jax.value_and_grad(loss, argnums, has_aux)(*(given[n] for n in range(len(args))))
-            value, aux = value if has_aux else (value, None)
-            return jax.tree.map(jnp.add, sums, (value, grads)), aux
-
-        params = args[argnums] if isinstance(argnums, int) else tuple(args[n] for n in argnums)
-        zeros = jnp.float32(0), jax.tree.map(jnp.zeros_like, params)
-        sums, aux = lax.scan(add, zeros, batch)
-        count = len(jax.tree.leaves(batch)[0])
-        value, grads = jax.tree.map(lambda x: x / count, sums) if reduction == "mean" else sums
-        return ((value, aux) if has_aux else value), grads
-
-    return run
 
 
 def layer(x, w):

@@ -5,25 +5,23 @@ import json
 import runpy
 import shlex
 import sys
-from types import SimpleNamespace
 
 import jax
 import jax.numpy as jnp
 import pytest
 
-from benchmarks import accumulate, bench, cases, dense, grouped, losses, moe, plans, stages, sweep
+from benchmarks import bench, dense, losses, plans, stages
 from jaxoffload import Policy
-from models.config import load
 
+pytestmark = pytest.mark.usefixtures("compiled_fast")
 GATE, ALL = "gate moved, the rest saved", "all moved"
 LAYERS = "--layers 4 --seq 512 --d_model 64 --kv_heads 1 --head_dim 32 --attention xla --steps 1 --rounds 1 "
-WIDE = "--batch 8 --seqs 256 --d_model 256 --head_dim 128 "  # 1 MiB per layer is the least that moves
 EXPERTS = "--experts 4 --d_expert 16 --grouped ragged "
 RUNS = {
     "dense": f"--modes remat ours ours_saved --variants overlap {LAYERS}",
     "moe": f"--modes remat ours --best overlap --fresh ours --expert 2 {EXPERTS} {LAYERS}",
     "accumulate": f"--microbatches 2 --modes remat interleaved --variants defaults '{GATE}' --fsdp 2 {LAYERS}",
-    "stages": f"--microbatches 2 --modes offload saved all_forward fsdp --variants '{ALL}' overlap {LAYERS}",
+    "stages": f"--microbatches 2 --virtual_stages 1 --modes offload all_forward --variants '{ALL}' overlap {LAYERS}",
     "frameworks": f"--modes offload scan {LAYERS}",
     "grouped": "--rows 64 --d_in 16 --d_out 32 --groups 4 --steps 1 --rounds 1",
 }
@@ -36,7 +34,9 @@ def run(tmp_path, monkeypatch):
     def run(name, arguments):
         path = tmp_path / f"{name}.json"
         monkeypatch.setattr(sys, "argv", [name, *shlex.split(arguments), "--out", str(path)])
-        monkeypatch.delitem(sys.modules, f"benchmarks.{name}")  # runpy warns of a module that was imported
+        monkeypatch.delitem(
+            sys.modules, f"benchmarks.{name}", raising=False
+        )  # runpy warns of a module that was imported
         for variable in ("XLA_PYTHON_CLIENT_MEM_FRACTION", "XLA_PJRT_GPU_HOST_MEMORY_LIMIT_GB"):
             monkeypatch.setenv(variable, "1")  # and what the benchmark sets is undone
         with jax.numpy_rank_promotion("allow"):
@@ -74,27 +74,13 @@ def test_a_benchmark_runs_and_writes_one_format(name, run, capsys):
     assert len(rows) == ROWS[name]
 
 
-ROWS = {"dense": 2, "moe": 2, "accumulate": 2, "stages": 4, "frameworks": 4, "grouped": 0}  # of the printed table
+ROWS = {"dense": 2, "moe": 2, "accumulate": 2, "stages": 2, "frameworks": 4, "grouped": 0}  # of the printed table
 PATHS = {name: [()] for name in RUNS} | {
     "accumulate": [("microbatches", "2")],
-    "stages": [("virtual_stages", virtual, "microbatches", "2") for virtual in "12"],
+    "stages": [("virtual_stages", "1", "microbatches", "2")],
     "frameworks": [("frameworks", "linen"), ("frameworks", "nnx")],
     "grouped": [("groups", division) for division in ("even", "falling", "skewed")],
 }
-
-
-@pytest.mark.slow
-def test_a_sweep_says_what_moved(tmp_path, monkeypatch):
-    monkeypatch.setattr(sweep, "ORDER", ("layer_input",))
-    path = tmp_path / "sweep.json"
-    monkeypatch.setattr(sys, "argv", ["sweep", *shlex.split(LAYERS + WIDE), "--out", str(path)])
-    with jax.numpy_rank_promotion("allow"):
-        bench.main("sweep", sweep.parse(), sweep.groups, lambda *_: {})
-    modes = json.loads(path.read_text())["seq"]["256"]["modes"]
-    found = [(of["how"], of["moved"], of["host_gib"] > 0) for of in modes.values()]
-    moved = [(how, ["layer_input"], True) for how in ("jaxoffload", "JAX", *[sweep.SHARE] * 3)]
-    assert found == [(sweep.RECOMPUTED, [], False), *moved]
-    assert all(of["step_ms"] > 0 for of in modes.values()) and sweep.free_gib(modes) is None
 
 
 @pytest.mark.slow
@@ -126,64 +112,7 @@ def test_plans_run_beside_other_policies(run, tmp_path, monkeypatch):
 # ------------------------------------------------------------------------------------------------------- what is asked
 
 
-def test_options_have_the_type_of_their_default():
-    parser = bench.parser("", "x", sizes=[1, 2], how="a", fast=False, variants=[])
-    options = parser.parse_args(shlex.split("--sizes 3 --how b --fast --best c d --no-profile --commit e"))
-    assert (options.sizes, options.how, options.fast, options.variants) == ([3], "b", True, ["c", "d"])
-    assert options.profile == [] and options.out == bench.RESULTS / "x.json" and options.rounds == 4
-
-
-def test_of_modes_with_a_variant_that_is_asked_for_only_that_is_timed():
-    modes = {"a": {"one": 1, "two": 2}, "b": {"three": 3}, "c": {}}
-    of = lambda modes, variants: argparse.Namespace(modes=modes, variants=variants)
-    assert bench.chosen(modes, of(["a", "b"], ["two"])) == {("a", "two"): 2, ("b", "three"): 3}
-    with pytest.raises(SystemExit, match="--variants: four: not among one, three, two"):
-        bench.chosen(modes, of(["a"], ["four"]))
-    with pytest.raises(SystemExit, match="--modes: d: not among a, b, c"):
-        bench.chosen(modes, of(["d"], []))
-
-
-@pytest.mark.parametrize("case", [dense.CASE, moe.CASE], ids=lambda case: case.program)
-def test_each_peer_has_variants_of_its_own(case):
-    for mode, variants in dense.modes_of(case).items():
-        assert variants and all((v.peer == "ours") == mode.startswith("ours") for v in variants.values())
-
-
 # -------------------------------------------------------------------------------------------------- compiled and timed
-
-
-class Lowered:
-    """A step of which XLA plans this memory."""
-
-    def __init__(self, memory):
-        self.memory = memory
-
-    def compile(self):
-        return SimpleNamespace(memory_analysis=self.memory)
-
-
-def silent():
-    """What jaxlib 0.11.2 does with some programs."""
-    raise RuntimeError("the schedule")
-
-
-def test_a_step_that_cannot_run_says_why(monkeypatch):
-    sizes = dict.fromkeys(("output_size_in_bytes", "alias_size_in_bytes", "host_temp_size_in_bytes"), bench.GIB)
-    planned = SimpleNamespace(temp_size_in_bytes=2 * bench.GIB, argument_size_in_bytes=3 * bench.GIB, **sizes)
-    device = SimpleNamespace(memory_stats=lambda: {"bytes_limit": 4 * bench.GIB})
-    assert bench.compiled(Lowered(silent)).facts["cannot"] == "XLA does not say what memory it planned"
-    assert bench.compiled(Lowered(lambda: None)).run is None
-    facts = {"temp_gib": 2.0, "all_gib": 5.0, "host_temp_gib": 1.0}
-    fits = bench.compiled(Lowered(lambda: planned), trace_s=1.0)
-    assert fits.run is not None and fits.facts.items() >= (facts | {"trace_s": 1.0}).items()
-    monkeypatch.setattr(jax, "devices", lambda: [device])
-    too_large = bench.compiled(Lowered(lambda: planned))
-    assert too_large.run is None and too_large.facts["cannot"] == "the device has 4.0 GiB"
-
-    def fail():
-        raise jax.errors.JaxRuntimeError("no memory")
-
-    assert bench.compiled(SimpleNamespace(compile=fail)) == bench.Step(None, {"cannot": "no memory"})
 
 
 def test_steps_are_timed_in_turn_and_a_failure_costs_no_other_step():
@@ -208,18 +137,6 @@ def test_steps_are_timed_in_turn_and_a_failure_costs_no_other_step():
     facts = steps["a", ""].facts
     assert facts["ms"] == pytest.approx(facts["step_ms"] / 4, abs=2e-3) and steps["fails", ""].facts["cannot"] == "NCCL"
     assert bench.by_mode(steps)["c"] == {"other_options": {"": {"cannot": "too large"}}}
-
-
-@pytest.mark.parametrize("kind, peak", {"NVIDIA H200": 989e12, "NVIDIA B200": 2250e12, "cpu": None}.items())
-def test_utilisation_is_a_share_of_the_peak_of_the_gpu_that_ran(kind, peak, monkeypatch):
-    monkeypatch.setattr(jax, "devices", lambda: [SimpleNamespace(device_kind=kind)])
-    found = bench.timing([999.0, 1000.0, 1002.0], bench.Group((), {}, tuple, 1e15, 2))
-    assert (found["step_ms"], found["ms"], found["spread_ms"]) == (1000.0, 500.0, [999.0, 1002.0])
-    assert found["mfu"] == (peak and round(1e15 / peak, 4))
-    said = f"{100 * found['mfu']:.1f} %" if peak else "not known"
-    modes = {"remat": found | {"temp_gib": 1.0}}
-    assert f"| 1000 ms | 1.0 GiB | {said} |" in dense.table({"modes": {"remat": {**modes["remat"], "ms": 1000.0}}})
-    assert f"| 500 ms | 1.0 GiB | {said} |" in accumulate.table({"microbatches": {"2": {"modes": modes}}})
 
 
 # ------------------------------------------------------------------------------------------------------------- by hand
@@ -279,33 +196,6 @@ def test_what_offload_frees_by_hand():
     assert found["freed/predicted, all moved"] == 0.75 and f"freed/predicted, {GATE}" not in found
 
 
-def test_what_stages_free_is_predicted_by_their_slots():
-    """8 layers in 2 chunks. Of each, 8 x 256 x 256 values of 2 bytes move, and gates 3.5 times as wide."""
-    options = argparse.Namespace(
-        **cases.SIZES | {"layers": 8, "batch": 8, "seq": 256, "d_model": 256, "kv_heads": 1, "attention": "xla"}
-    )
-    schedule = stages.Schedule(2, 1, 4)
-    variant = cases.ours({"layer_input": "offload", "mlp/fc1.gate": "offload"})
-    layer = 8 * 256 * 256 * 2 * (1 + 3.5)
-    layers = schedule.slots * 4 - schedule.layers_in_flight(4)
-    assert layers > 0
-    assert stages.freed_gib(dense.CASE, options, schedule, variant) == pytest.approx(layers * layer / bench.GIB)
-
-
-def test_what_is_free_by_hand():
-    """0.125 GiB per ms, and a forward pass of 10 ms."""
-    of = lambda how, gib, **more: {"how": how, "host_gib": gib, "step_ms": 40.0, **more}
-    modes = {"0": of(sweep.RECOMPUTED, 0.0), "1": of("jaxoffload", 2.5, profile={"d2h_ms": 20.0}), "2": of("JAX", 2.5)}
-    assert sweep.free_gib(modes) == pytest.approx(1.25)
-    assert sweep.free_gib({"0": modes["0"]}) is None
-
-
-def test_all_rows_are_divided_among_the_groups():
-    for sizes in grouped.divisions(1000, 8).values():
-        assert sizes.sum() == 1000 and sizes.min() >= 0
-    assert grouped.divisions(1000, 8)["skewed"][1] == 0
-
-
 def test_a_plan_is_judged_by_the_fastest_policy_that_fits():
     plan = {"device_gib": 9.0, "step_ms": 110.0}
     lines = {
@@ -321,31 +211,6 @@ def test_a_plan_is_judged_by_the_fastest_policy_that_fits():
     assert plans.budgets_of(10.0, 9.0) == dict.fromkeys(("least", "middle", "all"), 10.2)
 
 
-def test_a_run_of_plans_continues_an_earlier_one_of_the_same_kind():
-    run = {
-        "device": "1 GPU",
-        "versions": {"jax": "1"},
-        "machine": {},
-        "commit": "c",
-        "command": "a",
-        "shapes": {"1b": 1},
-    }
-    later = run | {"command": "b", "device": "2 GPU", "shapes": {}}
-    found = plans.added(run, later)
-    assert found["shapes"] == {"1b": 1} and found["device"] == "2 GPU"
-    assert found["runs"] == [{"command": "a", "commit": "c"}, {"command": "b", "commit": "c"}]
-    assert len(plans.added(found, later)["runs"]) == 3
-    for other in ({"device": "1 TPU"}, {"versions": {"jax": "2"}}, {"machine": {"gpus": 1}}):
-        with pytest.raises(SystemExit, match="--add: "):
-            plans.added(run, later | other)
-
-
-def test_policies_are_drawn_alike_each_time_and_half_the_shapes_accumulate():
-    assert plans.drawn(dense.CASE, 5) == plans.drawn(dense.CASE, 5)
-    assert len(set(plans.drawn(dense.CASE, 20).values())) == 20
-    assert 2 * sum(shape.microbatches > 1 for shape in plans.SHAPES.values()) == len(plans.SHAPES) >= 12
-
-
 def test_every_offload_of_a_config_becomes_save():
     policy = Policy({"fc1": "offload", "act": "recompute", "attn/q": "offload"}, dots="offload")
     patterns = ["remat.residuals[fc1]=save", "remat.residuals[act]=recompute", "remat.residuals[attn/q]=save"]
@@ -354,15 +219,3 @@ def test_every_offload_of_a_config_becomes_save():
     # A later pattern that takes an offload back stays as it is.
     policy = Policy({"attn/*": "recompute"}, offload_modules=["core_attn"])
     assert losses.overrides_to_save(policy)[-1] == "remat.residuals[attn/*]=recompute"
-
-
-def test_which_runs_have_their_losses_compared():
-    options = argparse.Namespace(config="configs/llama-1b.yaml", overrides=[], interleaved=False)
-    runs = losses.compared(options, ["train.batch_size=4"])
-    assert list(runs) == ["offload", "save"] and all("train.batch_size=4" in run for run in runs.values())
-    of_run = lambda run: load("configs/llama-1b.yaml", run)
-    assert "offload" in dict(of_run(runs["offload"]).remat.rules).values()
-    assert "offload" not in dict(of_run(runs["save"]).remat.rules).values()
-    options.interleaved = True
-    runs = losses.compared(options, ["train.batch_size=4", "train.grad_accumulation=4"])
-    assert [of_run(run).train.interleave for run in runs.values()] == [True, False]

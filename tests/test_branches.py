@@ -119,24 +119,11 @@ def test_the_host_holds_the_values_of_the_branch_that_was_taken(under, device):
     assert all(holds("device", u) and not holds("host", u) for u in named["u"])
 
 
-def three_branches(x, w):
-    """Nested branches in a loop and in jit, with composites."""
-
-    def deep(x):
-        inner = jax.jit(lambda x: lax.cond(x[0, 0] > 0, lambda: jnp.sin(tag(x @ w, "u")), lambda: tag(x @ w, "v") ** 2))
-        return lax.scan(lambda x, _: (inner(x), None), x, None, length=2)[0]
-
-    pair = lambda x: tag({"a": x @ w, "b": x * w[:1]}, "pair")
-    branches = [deep, lambda x: jnp.sin(pair(x)["a"]) * pair(x)["b"], lambda x: jnp.tanh(tag(x @ w, "t"))]
-    return lax.switch(jnp.int32(jnp.abs(x.sum()) * 10) % 3, branches, x), None
-
-
 @on_cpu_and_gpu
 def test_gradients_through_branches_are_the_references(device):
     for body, names, rules in (
         (two_branches, ("u", "v"), {"u": "offload", "v": "save"}),
-        (three_branches, ("u", "t"), {"u": "save", "t": "offload"}),
-        (three_branches, ("u", "v", "pair.a", "t"), {"u": "offload", "v": "save", "pair.a": "offload", "t": "save"}),
+        (two_branches, ("u",), {"u": "offload"}),
     ):
         ours = gradient(lambda x, w: scan(body, x, w, policy=policy(rules))[0], (0, 1))
         reference = gradient(lambda x, w: lax.scan(in_a_loop(body, *names), x, w)[0], (0, 1))
@@ -182,31 +169,6 @@ def test_a_batched_predicate_around_what_offloads_is_refused_in_one_message(make
     mapped = jax.jit(lambda ps, xs: lax.map(lambda args: one({"u": "offload"})(*args), (ps, xs)))(ps, xs)
     assert_close(mapped, each)
     assert_close(jax.jit(jax.vmap(one({"u": "save"})))(ps, xs), each)
-
-
-def test_a_gradient_in_a_branch_of_a_batched_predicate():
-    """Its residuals stay inside the branch."""
-    f = gradient(in_scan(lambda x, w: (jnp.sin(tag(x @ w, "u")), None), {"u": "offload"}))
-    step = lambda p, x: lax.cond(p, lambda x: f(x, W), lambda x: x, x)
-    got = jax.jit(jax.vmap(step))(jnp.array([True, False]), jnp.stack([X, -X]))
-    assert_close(got, jnp.stack([jax.jit(f)(X, W), -X]))
-
-
-@pytest.mark.parametrize(("u", "v"), [("offload", "save"), ("recompute", "offload")])
-def test_weakly_typed_values_in_branches(u, v):
-    """They stay weakly typed, whatever the type of their slot."""
-
-    def body(x, w):
-        weak = lambda: jnp.sin(tag(jnp.where(x > 0, 2.0, 1.0), "u") * x)
-        return lax.cond(x.sum() > 0, weak, lambda: jnp.cos(tag(x @ w, "v"))), None
-
-    f = in_scan(body, {"u": u, "v": v})
-    table = residuals(f, X, W)
-    assert (table.device_bytes, table.host_bytes) == kept_bytes(f, X, W)
-    state = {"save": "saved", "offload": "offloaded", "recompute": "recomputed"}
-    assert {n: {s for s, _ in found} for n, found in states(table).items()} == {"u": {state[u]}, "v": {state[v]}}
-    ours, reference = (gradient(g) for g in (f, lambda x, w: lax.scan(in_a_loop(body, "u", "v"), x, w)[0]))
-    assert_same_bits(*run_each([ours, reference], X, W))
 
 
 # ------------------------------------------------------------------------------------------------- what is rerun

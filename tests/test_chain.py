@@ -20,7 +20,7 @@ from common import (
 )
 from jax import lax
 
-from jaxoffload import chain, checkpoint, residuals, scan, tag, verify
+from jaxoffload import chain, residuals, scan, tag, verify
 
 BATCH, DIM, WIDE = 2, 4, 6
 X = normal(0, (BATCH, DIM))
@@ -165,26 +165,6 @@ def test_what_it_refuses():
     with pytest.raises(TypeError, match=r"jaxoffload\.chain has no forward-mode derivative"):
         jax.linearize(lambda x: ours()(x, WS), X)[1](X)
     assert chain([], X, [], policy=policy()) is X
-
-
-def by_scan(f, carry, w):
-    return scan(lambda carry, w: (f(carry, w), None), carry, w[None], policy=policy())[0]
-
-
-@pytest.mark.parametrize("layers", [lambda f, carry, w: chain([f], carry, [w], policy=policy()), by_scan])
-def test_the_names_of_layers_that_are_not_differentiated_are_those_of_the_checkpoint_around_them(layers):
-    """This matters most for routing: it is saved, whether or not a derivative passes through the layers."""
-
-    def route(carry, w):
-        return carry[0], tag(lax.top_k(carry[0] @ w, 2)[1], "routing")
-
-    def f(x, w):
-        ids = layers(route, (lax.stop_gradient(x), jnp.zeros((BATCH, 2), jnp.int32)), w)[1]
-        return jnp.sin(jnp.take_along_axis(x @ w, ids, 1))
-
-    ours = checkpoint(f, policy=policy())
-    assert count(gradient_jaxpr(ours, X, WS[1]), "top_k") == 1
-    assert_same_bits(*run_each([gradient(ours), gradient(f)], X, WS[1]))
 
 
 # ---- other results of layers ----

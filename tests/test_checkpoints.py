@@ -2,12 +2,8 @@
 
 import gc
 import json
-import os
 import random
 import shutil
-import socket
-import subprocess
-import sys
 from dataclasses import replace
 from pathlib import Path
 
@@ -16,7 +12,6 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
-from common import ROOT, finish, inherited_flags, start
 
 from models import checkpoints, transformer
 from models.config import Config, ConfigError, Data, Mesh, Model, Train
@@ -85,54 +80,6 @@ def test_what_was_saved_comes_back_on_any_mesh_with_the_next_batch(written, conf
     batches = [next(source.batches) for _ in range(5)]
     np.testing.assert_array_equal(batch, batches[4])
     assert not np.array_equal(batch, batches[3])
-
-
-TOGETHER = """
-import sys
-import jax
-jax.distributed.initialize(sys.argv[1], 2, int(sys.argv[2]))
-from models import checkpoints, data
-from models.config import load
-from models.sharding import batch_sharding, make_mesh, process_block
-from models.step import program, shardings_of
-
-config = load(sys.argv[3], ["mesh.fsdp=4"])
-mesh = make_mesh(config.mesh)
-made = program(config, mesh)
-source = data.open_data(config, *process_block(batch_sharding(mesh), (8, 33)))
-state = jax.jit(made.init, out_shardings=shardings_of(made.state))()
-with checkpoints.open_manager(config.train.out) as manager:
-    for step in range(2):
-        next(source.batches)
-    checkpoints.save(manager, 2, state._replace(step=state.step + 2), config, source)
-"""
-
-
-@pytest.mark.slow
-@pytest.mark.claim("goes-on")
-def test_one_process_continues_what_two_saved(config, tmp_path):
-    path, model = tmp_path / "test.yaml", {key: value for key, value in vars(TINY).items() if value is not None}
-    settings = {"model": model, "data": vars(config.data), "train": vars(config.train) | {"out": str(tmp_path)}}
-    path.write_text(json.dumps(settings))
-    with socket.socket() as probe:
-        probe.bind(("localhost", 0))
-        coordinator = f"localhost:{probe.getsockname()[1]}"
-    environment = os.environ | {
-        "XLA_FLAGS": inherited_flags(devices=2),
-        "JAX_PLATFORMS": "cpu",
-        "PYTHONPATH": str(ROOT),
-    }
-    piped = {"stdout": subprocess.PIPE, "stderr": subprocess.STDOUT, "text": True, "env": environment}
-    arguments = [sys.executable, "-c", TOGETHER, coordinator]
-    for process in [start([*arguments, str(index), str(path)], **piped) for index in range(2)]:
-        finish(process)
-    state, batch = resumed(tmp_path, config)
-    made, source = opened(config)
-    want = jax.jit(made.init)()
-    assert int(state.step) == 2
-    close = lambda got, want: np.testing.assert_allclose(got, want, rtol=1e-5)  # initialised by another program
-    jax.tree.map(close, state.params, want.params)
-    np.testing.assert_array_equal(batch, [next(source.batches) for _ in range(3)][2])
 
 
 def flip(file: Path) -> None:

@@ -30,23 +30,17 @@ BAD_VALUES = {
     "remat.offload_layer=2": ("remat.offload_layer = 2: ", "no such key; the nearest is offload_layers"),
     # types and choices
     "train.steps=ten": ("train.steps = 'ten': ", "could not be converted to Integer"),
-    "train.steps=1.5": ("train.steps = 1.5: ", "could not be converted to Integer"),
-    "train.steps=true": ("train.steps = True: ", "could not be converted to Integer"),
     "train.steps=": ("train.steps = None: ", "for field of type 'int'"),
     "data.path=[a.txt, 3]": ("data.path = ['a.txt', 3]: ", "incompatible with type hint 'Union[str, tuple[str, ...]]'"),
     "model.attention=cudn": ("model.attention = 'cudn': ", "expected one of ['xla', 'cudnn', 'te']"),
     "train.out=${data.nothing}": ("train.out = '${data.nothing}': ", "not found"),
     # ranges
     "model.layers=0": ("model.layers = 0: ", "must be above 0"),
-    "mesh.fsdp=-1": ("mesh.fsdp = -1: ", "must be above 0"),
     "train.learning_rate=.inf": ("train.learning_rate = inf: ", "must be above 0"),
-    "train.clip_norm=.nan": ("train.clip_norm = nan: ", "must be above 0"),
     "train.beta2=1": ("train.beta2 = 1: ", "must be at most 0.9999"),
-    "train.weight_decay=-0.1": ("train.weight_decay = -0.1: ", "must be at least 0"),
     "data.valid_fraction=0.9": ("data.valid_fraction = 0.9: ", "must be at most 0.5"),
     # one key against another
     "model.kv_heads=3": ("model.kv_heads = 3: ", "must divide model.heads = 4"),
-    "model.heads=6": ("model.heads = 6: ", "must divide model.d_model = 64"),
     "model.head_dim=5": (
         "model.d_model / model.heads or model.head_dim = 5: ",
         "must be even; RoPE rotates pairs",
@@ -63,6 +57,8 @@ BAD_VALUES = {
     "train.loss_chunk=48": ("train.loss_chunk = 48: ", "must divide train.seq_len = 64"),
     "train.warmup_steps=10": ("train.warmup_steps = 10: ", "must be below train.steps = 10"),
     "mesh.stage=3; model.vocab_size=513": ("mesh.stage * train.virtual_stages = 3: ", "model.dense_layers = 2"),
+    "mesh.stage=2; train.interleave=false": ("train.interleave = False: ", "must be true where mesh.stage = 2"),
+    "mesh.stage=2; model.vocab_size=513": ("mesh.stage * mesh.tensor = 2: ", "must divide model.vocab_size = 513"),
     "train.virtual_stages=2": ("train.virtual_stages = 2: ", "must be 1 where mesh.stage = 1"),
     "model.attention=te; data.document_mask=true": ("data.document_mask = True: ", "whose kernels limit documents"),
     # the policy

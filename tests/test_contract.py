@@ -270,28 +270,6 @@ def test_a_policy_of_jaxs_is_asked_about_what_computes_a_value():
 
 
 @pytest.mark.claim("nested-policies")
-@pytest.mark.parametrize("outer", [None, ["fc1"]], ids=["no policy", "the scan's names"])
-def test_effects_of_a_scan_in_a_checkpoint_happen_once_each_pass(outer):
-    """As without the checkpoint, which would have to keep them from happening again."""
-    happened = []
-
-    def layer(x, w):
-        jax.debug.callback(lambda: happened.append(1))
-        return one_matmul(x, w)
-
-    args = nested_inputs("a scan in a checkpoint")
-    run = lambda x, w: our_scan(layer, x, w)[0]
-    under = jax.checkpoint(run, policy=None if outer is None else saving(*outer))
-    counts = []
-    for f in (run, under):
-        happened.clear()
-        jax.block_until_ready(jax.jit(value_and_gradient(f))(*args))
-        jax.effects_barrier()
-        counts.append(len(happened))
-    assert counts[0] == counts[1] > 0
-
-
-@pytest.mark.claim("nested-policies")
 @pytest.mark.parametrize("way", ["by hand", "in jax.checkpoint"])
 def test_what_the_outer_policy_does_not_keep_runs_again_and_is_moved_then(way):
     outer, args = policy({"first": "save"}), nested_inputs("a scan in a checkpoint")

@@ -82,13 +82,6 @@ def test_each_line_is_in_one_block(size, tmp_path):
     assert [line.decode() for block in blocks for line in block] == lines
 
 
-def test_a_corpus_of_one_file_has_blocks_of_lines_for_all_rows(tmp_path):
-    file = tmp_path / "a.txt"
-    file.write_text("".join(f"line {number}\n" for number in range(20_000)))
-    pieces = all_documents(str(file))
-    assert len(pieces) > 2 * 8 and "".join(pieces) == file.read_text()
-
-
 def test_what_is_no_utf_8_and_half_of_a_surrogate_pair_are_replaced(tmp_path):
     (tmp_path / "a.txt").write_bytes(b"caf\xe9")
     (tmp_path / "b.jsonl").write_text('{"text": "a\\ud800b"}')

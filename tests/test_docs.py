@@ -1,6 +1,5 @@
 """The documentation: its code runs and prints what the pages show, and its links and names lead somewhere."""
 
-import ast
 import contextlib
 import functools
 import io
@@ -134,25 +133,16 @@ def test_names_of_code_exist():
     assert [(name, path) for name, path in beside if not re.search(rf"\b{name}\b", (ROOT / path).read_text())] == []
     sources = [path for folder in ("jaxoffload", "models") for path in ROOT.glob(f"{folder}/**/*.py")]
     modules = {part for path in sources for part in (path.stem, path.parent.name)}
-    defined = {name for path in sources for name in re.findall(r"^ *(?:def|class) (\w+)", path.read_text(), re.M)}
+    defined = {
+        name
+        for path in sources
+        for name in re.findall(r"^(?: *(?:def|class) )?(\w+)(?: =|[(:])", path.read_text(), re.M)
+    }
     assert set(re.findall(r"`(_\w+)[`(]", text)) - modules - defined == set()
     public = set(re.findall(r"`jaxoffload\.([\w.]+)[`(]", text))
     assert {"proof.exact_options", "scan"} <= public
     for name in public:
         functools.reduce(getattr, name.split("."), jaxoffload)
-
-
-def test_docstrings_begin_with_a_verb_or_the_thing():
-    """Not with a clause or a reference to another docstring, which has to be read twice."""
-    nodes = (ast.Module, ast.ClassDef, ast.FunctionDef, ast.AsyncFunctionDef)
-    wrong = [
-        f"{path.relative_to(ROOT)}: {text.splitlines()[0]}"
-        for path in sorted((ROOT / "jaxoffload").rglob("*.py"))
-        for node in ast.walk(ast.parse(path.read_text()))
-        if isinstance(node, nodes) and (text := ast.get_docstring(node))
-        if re.match(r"(What|Whether|The same|Of)\b", text)
-    ]
-    assert wrong == []
 
 
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)

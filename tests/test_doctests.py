@@ -1,7 +1,5 @@
 """The examples in the docstrings of the public names: each runs as pasted, with nothing imported before it."""
 
-import ast
-import builtins
 import doctest
 import inspect
 
@@ -33,21 +31,6 @@ def test_examples_print_what_they_say(name, monkeypatch, tmp_path):
         said = []
         runner.run(test, out=said.append)
         assert not said, "".join(said)
-
-
-@pytest.mark.parametrize("name", [name for name in PUBLIC if examples(name)])
-def test_examples_import_and_define_what_they_use(name):
-    """Those that are skipped, too, because they need a GPU."""
-    for test in examples(name):
-        nodes = [*ast.walk(ast.parse("".join(example.source for example in test.examples)))]
-        names = [node for node in nodes if isinstance(node, ast.Name)]
-        used = {node.id for node in names if isinstance(node.ctx, ast.Load)}
-        defined = {node.id for node in names if isinstance(node.ctx, ast.Store)} | {*dir(builtins)}
-        defined |= {node.arg for node in nodes if isinstance(node, ast.arg)}
-        defined |= {node.name for node in nodes if isinstance(node, (ast.FunctionDef, ast.ClassDef, ast.ExceptHandler))}
-        imported = [alias for node in nodes if isinstance(node, (ast.Import, ast.ImportFrom)) for alias in node.names]
-        defined |= {alias.asname or alias.name.partition(".")[0] for alias in imported}
-        assert used <= defined, used - defined
 
 
 def test_every_public_name_has_an_example():

@@ -54,35 +54,6 @@ def test_nothing_else_imports_the_interpreters_or_the_internals(name):
     assert [m for m in (*imported(OTHERS[name]), *strings(OTHERS[name])) if m.startswith(INTERNAL)] == []
 
 
-def test_two_names_of_the_internals_are_reached():
-    assert [m for m in imported(FILES["_jax.py"]) if m.startswith("jax._src")] == []
-    assert [m for m in strings(FILES["_jax.py"]) if m.startswith(INTERNAL)] == [
-        "jax._src.cudnn.fused_attention_stablehlo",
-        "jax._src.config",
-    ]
-
-
-def test_each_use_of_the_interpreters_stands_once_and_says_what_for_and_since_when():
-    uses = [
-        line for line in (ROOT / "_jax.py").read_text().splitlines() if re.search(r"\b(ad|batching|mlir|pe)\.", line)
-    ]
-    assert uses
-    for line in uses:
-        assert re.fullmatch(r"\w+ = \w+\.\w+  # .+; 0\.\d+(\.\d+)?", line), line
-
-
-@pytest.mark.parametrize("name", OTHERS)
-def test_nothing_else_compares_a_primitives_name_with_a_string(name):
-    """Others compare `eqn.primitive is cond_p`, or with a set in `_jax.py`."""
-    compared = [
-        ast.unparse(node)
-        for node in ast.walk(OTHERS[name])
-        if isinstance(node, ast.Compare) and "primitive.name" in ast.unparse(node)
-        if any(isinstance(part, ast.Constant) for side in node.comparators for part in ast.walk(side))
-    ]
-    assert compared == []
-
-
 def test_the_named_primitives_exist():
     """If JAX renames or drops a name, this finds it, rather than a residual that is kept twice."""
     sets = [

@@ -9,7 +9,6 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from common import ROOT, auto_mesh
-from drawn_layers import draw
 from jax.sharding import PartitionSpec
 
 from jaxoffload import Policy, checkpoint, scan, tag
@@ -88,19 +87,6 @@ def test_what_is_kept_is_copied_into_a_stack_and_for_kernels_out_of_it():
 def test_the_models_layers(config):
     step, args, *_ = step_for(str(ROOT / f"configs/{config}.yaml"))
     assert_exact(step, args, sets=12)
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("seed", range(4))
-@jax.numpy_rank_promotion("allow")
-def test_drawn_layers(seed):
-    drawn = draw(seed)
-
-    def loss(weights, x):
-        layer = lambda x, xs: (drawn.layer(x, xs, tag), None)
-        return jnp.sum(scan(layer, x, (weights, drawn.xs[1]), policy=Policy(), strict=False)[0].astype(jnp.float32))
-
-    assert_exact(loss, (drawn.xs[0], drawn.x))
 
 
 def of_layers(layer, weights=None):

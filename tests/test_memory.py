@@ -213,7 +213,6 @@ def derived(f):
         # XLA allocates the stacks of both gradients before it computes either.
         "one after another": (lambda x, w: one(x, w - one(x, w)), 2 * both),
         "single ones, which XLA inlines": (lambda x, w: single(x, single(x, w)), 2 * both),
-        "loops one after another": (lambda x, w: over(1)(x, over(1)(x, w)), both),
         "a loop and a gradient": (lambda x, w: over(1)(x, one(x, w)), 2 * both),
         "either": (lambda x, w: jax.lax.cond(x[0, 0] > 0, one, lambda x, w: w, x, w), both),
     }
@@ -347,14 +346,6 @@ def test_what_the_layers_of_an_interleaved_scan_run_again_counts(pool, decision)
     pool(need - 8)
     with pytest.raises(MemoryError, match=f"offload {readable(need)} per device"):
         check(accumulate(loss), WS, jnp.stack([X] * 3), policy=outer)
-
-
-def test_save_is_judged_together_too(pool):
-    """Each stack alone fits in the pool; together they do not."""
-    rules = policy({"fc1": "offload"}, resident_layers=0, on_host_full="save")
-    pool(4 * ONE)
-    with pytest.warns(UserWarning, match="enough for 3"), pytest.raises(MemoryError, match=r"offload_layers: 1\)"):
-        check(jax.grad(lambda x, w: stacks_under(rules, x, w)), X, WS, policy=rules)
 
 
 def test_compiler_options_are_xlas_on_gpu_and_empty_on_cpu():

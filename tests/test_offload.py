@@ -12,11 +12,10 @@ import numpy as np
 import pytest
 import yaml
 from common import assert_same_bits, fast_compiles, normal, policy, run_each
-from flax import linen as nn
 from flax import nnx
 from jax import lax
 from jax.ad_checkpoint import checkpoint_name
-from jax.sharding import AxisType, NamedSharding, PartitionSpec
+from jax.sharding import AxisType, PartitionSpec
 
 from jaxoffload import Policy, PolicyError, accumulate, offload, residuals, scan, tag, verify
 from jaxoffload._engine.host.need import need_of
@@ -79,13 +78,6 @@ def jitted_in_a_layer(x, w):
     return lax.scan(jax.jit(lambda x, w: jax.jit(remat(layer))(x, w)), x, w)[0]
 
 
-def jitted_with_shardings(x, w):
-    mesh = jax.make_mesh((4,), ("d",), (AxisType.Auto,), devices=jax.devices()[:4])
-    rows = NamedSharding(mesh, PartitionSpec("d"))
-    one = jax.jit(remat(mlp), in_shardings=(rows, None), out_shardings=rows)
-    return lax.scan(lambda x, w: (one(x, w), None), x, w)[0]
-
-
 def in_a_layer_and_in_a_scan_of_it(x, w):
     return lax.scan(lambda x, w: (stack(remat(mlp)(x, w), W), None), x, w)[0]
 
@@ -109,7 +101,6 @@ PLACES = {
     "one twice in a layer": one_twice_in_a_layer,
     "in a branch of a layer": in_a_branch_of_a_layer,
     "jitted in a layer": jitted_in_a_layer,
-    "jitted in a layer, with shardings": jitted_with_shardings,
     "in a layer, and in a scan of it": in_a_layer_and_in_a_scan_of_it,
     "several arrays carried": several_arrays_carried,
 }
@@ -156,18 +147,6 @@ def test_only_a_constant_that_a_layer_reads_at_several_places_is_summed_in_anoth
     assert_same_bits(ours, theirs)
     if not several:
         assert_same_bits([of_c], [wanted])
-
-
-@pytest.mark.claim("one-sum")
-def test_the_order_of_that_sum_is_all_that_differs():
-    c = normal(2, (8, 8)) / 3
-    loss = lambda x, w, c: jnp.sum(lax.scan(lambda x, w: (in_and_out(x, w, c, c), None), x, w)[0] ** 2)
-    each = lambda x, w, cs: jnp.sum(lax.scan(lambda x, a: (in_and_out(x, *a), None), x, (w, *cs))[0] ** 2)
-    cs = (jnp.stack([c] * 3),) * 2  # a constant for each place in each layer
-    (ours,), (theirs,) = run_each([jax.grad(f, 2) for f in (offload(loss), loss)], X, W, c)
-    terms = np.stack(run_each([jax.grad(each, 2)], X, W, cs)[0]).reshape(6, 8, 8)
-    bound = 6 * np.finfo(np.float32).eps * np.abs(terms).sum(0)
-    assert (np.abs(ours - terms.sum(0)) <= bound).all() and (np.abs(theirs - terms.sum(0)) <= bound).all()
 
 
 @pytest.mark.parametrize("f", PLACES.values(), ids=PLACES)
@@ -399,15 +378,6 @@ def test_custom_derivatives_stay_and_offload_in_their_rules_is_ours():
         assert_same_bits(each, want)
 
 
-def test_under_custom_vjp3_they_stay_and_say_so_too(custom_vjp3):
-    again = jax.custom_vjp(lambda x, w: stack(x, w))
-    again.defvjp(lambda x, w: jax.vjp(stack, x, w), lambda vjp, ct: vjp(ct))
-    loss = lambda x, w: jnp.sum(again(x, w) ** 2)
-    with pytest.warns(UserWarning, match="in a function with a custom derivative"):
-        got, want = run_each([jax.grad(f, (0, 1)) for f in (offload(loss), loss)], X, W)
-    assert_same_bits(got, want)
-
-
 def test_layers_that_write_to_a_ref_stay():
     def loss(x, w):
         count = jax.new_ref(jnp.zeros(()))
@@ -454,11 +424,8 @@ def test_any_arguments_and_results():
     ours, theirs = (jax.value_and_grad(f, has_aux=True) for f in (offload(loss), loss))
     assert_same_bits(*run_each([functools.partial(f, **keywords) for f in (ours, theirs)], *args))
 
-    def others(w, x, dtype, mask, mesh):
-        return jnp.sum(stack(x, w) ** 2).astype(dtype), (mesh, mask.nonzero()[0].tolist(), 3, x)
-
-    assert_same = lambda a, b: jax.tree.map(np.testing.assert_array_equal, a[1], b[1])
-    assert_same(*(f(W, X, jnp.float32, np.arange(3), "a string") for f in (offload(others), others)))
+    others = lambda w, x, dtype, text: (jnp.sum(stack(x, w) ** 2).astype(dtype), text)
+    assert offload(others)(W, X, jnp.float32, "a string")[1] == "a string"
     with jax.disable_jit():
         offload(lambda x, w: jnp.sum(stack(x, w)))(X, W)
     step = jax.jit(lambda w, x: w - jax.grad(offload(lambda w, x: jnp.sum(stack(x, w) ** 2)))(w, x), donate_argnums=0)
@@ -483,35 +450,6 @@ def test_what_takes_a_loss_takes_it():
 # ---- frameworks ----
 
 
-class Linen(nn.Module):
-    """A layer with dropout and a value that it sows."""
-
-    @nn.compact
-    def __call__(self, x, _):
-        fc1 = checkpoint_name(nn.Dense(16)(nn.LayerNorm()(x)), "fc1")
-        self.sow("intermediates", "mean", jnp.mean(fc1))
-        return x + nn.Dense(8)(nn.Dropout(0.5, deterministic=False)(nn.gelu(fc1))), jnp.sum(fc1)
-
-
-class LinenStack(nn.Module):
-    @nn.compact
-    def __call__(self, x):
-        lifted = {"variable_axes": {"params": 0, "intermediates": 0}, "split_rngs": {"params": True, "dropout": True}}
-        layers = nn.scan(nn.remat(Linen, policy=policy(RULES), prevent_cse=False), **lifted, length=3)
-        x, sums = layers()(x, None)
-        return jnp.sum(x**2) + jnp.sum(sums)
-
-
-def test_linen_with_lifted_variables_and_random_numbers():
-    model = LinenStack()
-    with fast_compiles():
-        params = jax.jit(model.init)({"params": jax.random.key(1), "dropout": jax.random.key(2)}, X)["params"]
-    loss = lambda params, x, key: model.apply({"params": params}, x, rngs={"dropout": key}, mutable=["intermediates"])
-    args = params, X, jax.random.key(3)
-    assert_same_bits(*run_each([jax.value_and_grad(f, has_aux=True) for f in (offload(loss), loss)], *args))
-    assert residuals(offload(lambda *args: loss(*args)[0]), *args).host_bytes
-
-
 class Nnx(nnx.Module):
     def __init__(self, rngs):
         self.up, self.down = nnx.Linear(8, 16, rngs=rngs), nnx.Linear(16, 8, rngs=rngs)
@@ -522,6 +460,7 @@ class Nnx(nnx.Module):
         return x + self.down(self.dropout(nnx.gelu(checkpoint_name(self.up(x), "fc1"))))
 
 
+@pytest.mark.slow
 def test_nnx_modules_are_arguments_and_what_layers_change_in_them_is_changed():
     make = nnx.split_rngs(splits=3)(nnx.vmap(Nnx))
     run = nnx.scan(in_axes=(0, nnx.Carry), out_axes=nnx.Carry)(

@@ -439,27 +439,6 @@ def test_each_copy_of_interleaved_microbatches_has_its_layer(gpu, layers, microb
             assert found == want * len(numbers), (name, direction)
 
 
-@pytest.mark.parametrize("layers, microbatches", [(6, 5), (7, 4)])
-def test_the_profile_has_the_copies_of_a_loop_over_layers_in_a_loop_over_microbatches(gpu, layers, microbatches):
-    """XLA doubles both loops, and takes an iteration out of one whose number is odd. Some layers are a chain."""
-    policy = Policy(OFFLOADED, min_offload_bytes=0)
-
-    def loss(w, x):
-        x, _ = scan(layer, x, w, policy=policy)
-        of_chain = jax.tree.map(lambda p: list(p[:3]), w)
-        fs = [lambda x, w: layer(x, w)[0]] * 3
-        return jnp.mean(chain(fs, x, list(zip(*of_chain, strict=True)), policy=policy).astype(jnp.float32) ** 2)
-
-    def step(w, xs):
-        add = lambda sums, x: (jax.tree.map(jnp.add, sums, jax.grad(loss)(w, x)), None)
-        return lax.scan(add, jax.tree.map(jnp.zeros_like, w), xs)[0]
-
-    xs = jax.ShapeDtypeStruct((microbatches, *X.shape), X.dtype)
-    copies = [line.name for line in module_of(compiled(gpu, step, weights(layers), xs)) if line.starts_host_copy]
-    assert {name.partition("-start")[0] for name in copies} == {"dynamic-slice", "dynamic-update-slice", "copy"}
-    assert [name for name in copies if f'"{name}"'.encode() not in OPTIONS["fdo_profile"]] == []
-
-
 @pytest.mark.claim("accumulated-in-place")
 @pytest.mark.parametrize("decision", ["offload", "recompute"])
 def test_gradients_are_added_to_their_sums_by_one_kernel(gpu, decision):

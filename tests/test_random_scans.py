@@ -19,7 +19,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from common import assert_same_bits, exact_options, in_a_loop, kept_bytes, normal, policy, saving, total
+from common import assert_same_bits, exact_options, in_a_loop, kept_bytes, normal, one_by_one, policy, saving, total
 from hypothesis import HealthCheck, given, note, seed, settings
 from hypothesis import strategies as st
 from jax import lax
@@ -85,13 +85,6 @@ class Tag(NamedTuple):
     keep: bool = False
 
 
-class CustomVjp(NamedTuple):
-    """sin, whose forward rule names its residual."""
-
-    name: str
-    args: tuple[int]
-
-
 class Block(NamedTuple):
     """Steps on their own registers, which start with two of the outer ones; writes the last register that they
     write."""
@@ -137,18 +130,10 @@ def execute(steps, registers, ours):
             case Tag(name, keep=keep):
                 composite = args[0] if len(args) == 1 else dict(zip("xy", args, strict=True))
                 registers += jax.tree.leaves(tag(composite, name, keep=keep))
-            case CustomVjp(name):
-                registers.append(custom_sin(name)(*args))
             case Block(kind, predicate=predicate, steps=inner):
                 f = lambda a, b: execute(inner, [a, b], ours)[-1]
                 registers.append(block(kind, f, *args, registers[predicate], ours))
     return registers
-
-
-def custom_sin(name):
-    sin = jax.custom_vjp(lambda x: jnp.sin(tag(x + x, name)))
-    sin.defvjp(lambda x: (jnp.sin(x + x), tag(jnp.cos(x + x), name)), lambda cos, ct: (2 * ct * cos,))
-    return sin
 
 
 def block(kind, f, a, b, predicate, ours):
@@ -252,26 +237,17 @@ MICROBATCHES = 4
 
 def accumulated(program, through):
     """As `values_and_gradients`, over microbatches that differ in a factor and in all that is not differentiated."""
+    run = accumulate if through is through_ours else one_by_one
 
     def f(inputs):
-        def loss(chosen, microbatch):
-            factor, others = microbatch
+        def loss(chosen, factor, others):
             value, out = loss_of(program, through, [others.get(i, x) for i, x in enumerate(inputs)], chosen)
             return factor * value, out
 
-        chosen = [inputs[i] for i in program.differentiated]
         every = [arrays(program, 100 * number) for number in range(MICROBATCHES)]
         others = {i: jnp.stack(xs) for i, xs in enumerate(zip(*every, strict=True)) if i not in program.differentiated}
-        batch = 1.0 + jnp.arange(MICROBATCHES), others
-        if through is through_ours:
-            (_, out), gradients = accumulate(loss, has_aux=True, reduction="sum")(chosen, batch)
-        else:
-
-            def add(sums, microbatch):
-                (_, out), gradients = jax.value_and_grad(loss, has_aux=True)(chosen, microbatch)
-                return jax.tree.map(jnp.add, sums, gradients), out
-
-            gradients, out = lax.scan(add, jax.tree.map(jnp.zeros_like, chosen), batch)
+        chosen = [inputs[i] for i in program.differentiated]
+        (_, out), gradients = run(loss, has_aux=True, reduction="sum")(chosen, 1.0 + jnp.arange(MICROBATCHES), others)
         return bits(out), gradients
 
     return f
@@ -328,7 +304,7 @@ def decision_on(program, name):
 
 def all_tags(steps):
     for step in steps:
-        if isinstance(step, Tag | CustomVjp):
+        if isinstance(step, Tag):
             yield step
         elif isinstance(step, Block):
             yield from all_tags(step.steps)
@@ -380,7 +356,7 @@ def add(kinds, step, made):
 def steps_on(draw, kinds, depth=0, blocks=BLOCKS):
     """Draw steps, which add to the registers. The last one writes a floating-point value."""
     size = draw(st.sampled_from((2, 3, 4, 1) if depth else (4, 5, 6, 7, 8, 3, 2)))
-    makes = [an_op] * 4 + [a_tag, a_custom_vjp] + [a_block] * (2 if depth < 2 else 0)
+    makes = [an_op] * 4 + [a_tag] * 2 + [a_block] * (2 if depth < 2 else 0)
     made = []
     for _ in range(size - 1):
         made.append(draw(draw(st.sampled_from(makes))(kinds, depth, blocks)))
@@ -414,12 +390,6 @@ def a_tag(draw, kinds, depth, blocks, of=None):
         if draw(st.integers(0, 9)) == 9:
             args.append(draw(st.sampled_from(floats)))
     return add(kinds, Tag(name, tuple(args), draw(st.integers(0, 9)) == 9), [kinds[i] for i in args])
-
-
-@st.composite
-def a_custom_vjp(draw, kinds, depth, blocks):
-    step = CustomVjp(draw(st.sampled_from(NAMES)), (draw(st.sampled_from(those(kinds, "f"))),))
-    return add(kinds, step, [kinds[step.args[0]]])
 
 
 @st.composite

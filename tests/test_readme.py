@@ -149,10 +149,3 @@ def test_the_tests_that_the_table_of_requirements_names_exist():
     named = re.findall(r"(test_\w+\.py)::(test_\w+)", table)
     assert len(named) > 20
     assert [pair for pair in named if f"def {pair[1]}(" not in (ROOT / "tests" / pair[0]).read_text()] == []
-
-
-def test_files_that_it_names_exist():
-    for name in re.findall(r"\]\(([^)#]+)\)", README):
-        assert (ROOT / name).exists(), name
-    for name in re.findall(r"configs/([a-z0-9-]+\.yaml)", README):
-        assert (ROOT / "configs" / name).exists(), name

@@ -2,7 +2,7 @@
 
 import pytest
 
-from jaxoffload._engine.stages.schedule import Run, Schedule, Tick
+from jaxoffload._engine.stages.schedule import Run, Schedule
 
 EACH = [Schedule(p, v, m) for p in (1, 2, 3, 4) for v in (1, 2, 3) for m in (1, 3, 4, 5, 12)]
 
@@ -84,38 +84,3 @@ def test_the_bubble(schedule):
     assert schedule.bubble == pytest.approx(1 - 3 * m * v / clock)
     expected = pytest.approx((p - 1) / (v * m + p - 1))
     assert schedule.bubble == expected if v == 1 or m % p == 0 else schedule.bubble > (p - 1) / (v * m + p - 1)
-
-
-@pytest.mark.parametrize("schedule", EACH, ids=repr)
-def test_between_the_first_and_the_last_ticks_they_repeat(schedule):
-    steady, period = schedule.steady, schedule.slots
-    assert steady.start == schedule.chunks + schedule.stages - 1
-    runs_of = lambda t: [of(s, t) for of in (schedule.forward, schedule.backward) for s in range(schedule.stages)]
-    runs = list(map(runs_of, steady))
-    assert not any(None in of_tick for of_tick in runs) and None in runs_of(steady.stop)
-    for number, (of_tick, later) in enumerate(zip(runs, runs[period:], strict=False)):
-        assert [Run(m + 2 * schedule.stages, chunk) for m, chunk in of_tick] == later
-        tick, same = Tick(schedule, steady[number]), Tick(schedule, steady[number] + period)
-        assert (tick.slot, tick.read_slots, tick.next.read_slots) == (same.slot, same.read_slots, same.next.read_slots)
-        assert tick.passes == same.passes == (True, True) and not any(tick.idle + same.idle)
-
-
-@pytest.mark.parametrize("schedule", EACH, ids=repr)
-def test_a_stage_is_idle_where_it_needs_no_pass(schedule):
-    """Neither for a run, nor to write the last rows of the tick before or to fetch those of the next."""
-    forward, backward = at(schedule, "forward"), at(schedule, "backward")
-    travels = [run for run in forward if run.chunk < schedule.chunks - 1]  # what turns stays on the device
-    needed = {*forward.values()} | {(stage, tick + 1) for stage, tick in map(forward.get, travels)}
-    needed_back = {*backward.values()} | {(stage, tick - 1) for stage, tick in map(backward.get, travels)}
-    for number in range(schedule.ticks):
-        tick = Tick(schedule, number)
-        these = [[(stage, number) in of for stage in range(schedule.stages)] for of in (needed, needed_back)]
-        assert tick.passes == tuple(map(any, these))
-        assert tick.idle == [not (forth or back) for forth, back in zip(*these, strict=True)]
-
-
-def test_the_last_stage_waits_for_the_first():
-    schedule = Schedule(2, 1, 4)
-    idle = {t: tick.idle for t in range(schedule.ticks) if any((tick := Tick(schedule, t)).idle)}
-    assert idle == {0: [False, True], schedule.ticks - 1: [False, True]}
-    assert [Tick(schedule, t).leaves for t in range(schedule.ticks)] == [None, 0, 1, 2, 3, None, None]

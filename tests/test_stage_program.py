@@ -12,7 +12,6 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from described_gpu import OPTIONS, begun_after, described, gpu, module_of, nothing_cached
-from jax import lax
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from jaxoffload import Policy, accumulate, scan, tag
@@ -145,12 +144,6 @@ def test_stages_send_to_their_neighbours_and_data_is_divided_within_them(gpu):
     halves = divided.memory_analysis().host_temp_size_in_bytes, alone.memory_analysis().host_temp_size_in_bytes
     assert 2 * halves[0] == halves[1]
     assert hlo.kernels_on_host_memory(module_of(divided)) == []
-
-
-def gated(x, w):
-    x = tag(lax.with_sharding_constraint(x, PartitionSpec("data")), "x")
-    gate, up = tag(x @ w["gate"], "gate"), tag(x @ w["up"], "up")
-    return x + tag(jax.nn.silu(gate) * up, "act") @ w["out"], None
 
 
 def rolling(x, w):

@@ -8,17 +8,11 @@ from common import equations, kept, normal, policy
 from jax.ad_checkpoint import checkpoint_name
 
 from jaxoffload import checkpoint, residuals, scope, tag
-from jaxoffload._names import KEEP, Name, PlanName, read_names
+from jaxoffload._names import KEEP, Name, read_names
 
 
 def names(f, *args):
     return [e.params["name"] for e in equations(jax.make_jaxpr(f)(*args)) if e.primitive.name == "name"]
-
-
-def test_one_array_has_the_name_and_its_value():
-    x = normal(0, (3,))
-    assert names(lambda x: tag(x, "fc1"), x) == ["fc1"]
-    assert (tag(x, "fc1") == x).all()
 
 
 @pytest.mark.claim("tags")
@@ -119,28 +113,6 @@ def test_what_is_neither_true_nor_false_does_not_keep(keep):
         tag(1.0, "fc1", keep=keep)
 
 
-def test_keys_of_any_kind_are_fields_if_they_read_as_names():
-    class Node:
-        def __init__(self, x):
-            self.x = x
-
-    class Key:
-        def __str__(self):
-            return "mine"
-
-    jax.tree_util.register_pytree_with_keys(Node, lambda n: (((Key(), n.x),), None), lambda _, xs: Node(*xs))
-    assert names(lambda t: tag(t, "fc1"), {3: 1.0}) == ["fc1.3"]
-    assert names(lambda t: tag(t, "fc1"), {"a.b": 1.0}) == ["fc1.a.b"]
-    assert names(lambda x: tag(Node(x), "fc1").x, 1.0) == ["fc1.mine"]
-
-
-def test_a_plans_name_has_the_users_names_and_a_text_that_a_user_writes_has_none():
-    given = PlanName("offload", "0123abcd", 17, (Name("mlp/fc1.gate"), Name("a | b: 50%", keep=True)))
-    assert given == "jaxoffload:offload:mlp/fc1.gate|a | b: 50%#keep:0123abcd:17"
-    assert read_names(given) == given.names == (Name("mlp/fc1.gate"), Name("a | b: 50%", keep=True))
-    assert read_names(str(given)) == (Name(str(given)),)
-
-
 @pytest.mark.parametrize(
     "text",
     [
@@ -157,12 +129,3 @@ def test_foreign_names_of_any_characters_are_names(text, keep):
         f = checkpoint(f, policy=policy(default="offload"))
         assert kept(f, normal(0, (3,))) == {("device" if keep else "host", "float32", (3,)): 1}
         assert residuals(f, normal(0, (3,))).rows[0].names == (text,)
-
-
-def test_plans_in_each_other_that_decide_the_same_have_names_of_their_own():
-    f = lambda x: jnp.sin(tag(jnp.sin(x), "fc1"))
-    for _ in range(3):
-        f = checkpoint(f, policy=policy({"fc1": "save"}))
-    written = [n for n in names(lambda x: jax.vjp(f, x)[0], normal(0, (3,))) if isinstance(n, PlanName)]
-    assert len(written) == len(set(written)) == 3
-    assert {(n.decision, n.number, n.names) for n in written} == {("save", 0, (Name("fc1"),))}

@@ -16,7 +16,6 @@ from pathlib import Path
 import jax
 import numpy as np
 import pytest
-import te_stand_in
 from common import ROOT, fast_compiles, finish, inherited_flags, start, wait_for
 
 from jaxoffload._engine.layers import passes
@@ -111,23 +110,6 @@ def test_a_finished_run_goes_on_with_more_steps_and_interleaved_microbatches(eig
     assert "2 microbatches interleaved; the table is of one" in said
     assert f"continuing {out} from its checkpoint at step 24" in said
     assert list(losses(out)) == list(range(1, 26)) and losses(out)[25] < losses(out)[4]
-
-
-@pytest.mark.slow
-def test_experts_train_and_go_on_from_a_checkpoint_with_the_same_losses(config, tmp_path):
-    """configs/tiny-moe.yaml, made smaller, on devices that split its experts."""
-    whole, again = tmp_path / "whole", tmp_path / "again"
-    asked = ["model.vocab_size=300", "model.layers=2", "model.d_model=48", "train.batch_size=8", "train.seq_len=32"]
-    asked += ["train.steps=6", "train.checkpoint_every=3", "train.log_every=1", "train.warmup_steps=1"]
-    asked += [f"data.path={load(config).data.path}", "data.valid_fraction=0.2", "train.eval_batches=1"]
-    asked = [f"{ROOT}/configs/tiny-moe.yaml", *asked, "train.loss_chunk=16", "mesh.expert=4", "mesh.fsdp=2"]
-    assert train.main([*asked, f"train.out={whole}"]) == 0
-    shutil.copytree(whole, again)
-    shutil.rmtree(again / "checkpoints/6")
-    assert train.main([*asked, f"train.out={again}"]) == 0
-    for key in ("loss", "grad_norm", "expert_load", "aux_loss", "valid_loss"):
-        assert losses(again, key) == losses(whole, key) and len(losses(whole, key)) >= 2, key
-    assert list(losses(whole)) == [1, 2, 3, 4, 5, 6] and losses(whole)[6] < losses(whole)[1] < math.log(300) + 0.5
 
 
 @pytest.mark.slow
@@ -323,14 +305,6 @@ def test_processes_join_when_the_launcher_or_the_config_says_so(monkeypatch, env
 def test_what_cannot_run_is_a_message_and_exit_code_2(config, tmp_path, capsys, overrides, said):
     assert train.main([str(config), *EIGHT, f"train.out={tmp_path}/out", *overrides]) == 2
     assert said in capsys.readouterr().err and not (tmp_path / "out/checkpoints").exists()
-
-
-@pytest.mark.claim("one-gpu-of-a-process")
-def test_kernels_that_serve_one_gpu_of_a_process_do_not_train_on_several(config, tmp_path, monkeypatch, capsys):
-    te_stand_in.install(monkeypatch)
-    experts = ("model.experts=4", "model.d_expert=64", "model.grouped=te")
-    assert train.main([str(config), *EIGHT, *experts, f"train.out={tmp_path}/out"]) == 2
-    assert "grouped_matmul: backend 'te' cannot do this: its kernels" in capsys.readouterr().err
 
 
 @pytest.mark.claim("refuses-to")

@@ -17,13 +17,12 @@ from ..._policy import Policy, check_switches, size_in_bytes
 from ..._text import GIB, readable, short
 from .._predict.machine import Machine, known_machine
 from .._predict.predict import Prediction, predict
-from .choices import Choice
-from .chosen import chosen, compiled_bytes, where_not_on_gpus
+from .choices import Choice, curve_of, policy_for
+from .chosen import chosen, compiled_bytes, lowering, where_not_on_gpus
+from .costs import priced
 from .errors import CannotPlan, NothingFits
-from .patterns import policy_for
-from .priced import priced
 from .result import Plan, differences
-from .search import pool, searched
+from .search import looked_at
 
 RESERVE = 0.05  # of the device's memory
 _WORTH = 0.002  # of a step: a gain below it is worth no line
@@ -96,16 +95,17 @@ def plan(
             f"plan: compile=True needs arguments on GPUs, here or described (jax.experimental.topologies); they are on "
             f"{where}"
         )
-    step, names, costs, untagged = priced(f, args, fixed, rates)
-    table = pool(names.least, names.free, costs, step.stacks)
-    table, curve = searched(step, table, names.free, costs, on_host)
-    policy = lambda choice: policy_for(choice, step, table, fixed)
+    step, names, costs, untagged, _ = priced(f, args, fixed, rates)
+    table = looked_at(names.least, names.free, costs, step.stacks)
+    choices = curve_of(step, table, on_host)
+    policy = functools.cache(lambda choice: policy_for(choice, table[choice.kept], step, names, fixed))
     predicted = functools.cache(lambda choice: predict(f, *args, machine=rates, policy=policy(choice)))
     guess = lambda choice: predicted(choice).memory.total
-    xla = functools.cache(lambda choice: compiled_bytes(f, args, policy(choice)))
     asks = where is None if compile is None else compile
+    lower = functools.cache(lambda: lowering(f, args))
+    xla = functools.cache(lambda choice: compiled_bytes(lower(), args, policy(choice)))
     size_of = lambda choice: (xla(choice) if asks else None) or guess(choice)
-    choice, sizes = chosen(curve, limit, on_host, predicted, size_of)
+    choice, sizes = chosen(choices, limit, on_host, predicted, size_of)
     if compile and not any(map(xla, sizes)):
         raise NotImplementedError("plan: compile=True: this backend says nothing of the memory that it plans")
     if choice is None:
@@ -117,7 +117,7 @@ def plan(
         compiled=xla(choice) if asks else None,
         budget=limit,
         host_budget=on_host,
-        limits=_limits(choice, curve, predicted, policy),
+        limits=_limits(choice, choices, predicted, policy),
         untagged=untagged,
     )
 

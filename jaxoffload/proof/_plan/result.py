@@ -2,12 +2,14 @@
 
 import dataclasses
 import json
+import re
 
 from ..._policy import Policy
 from ..._text import readable
 from .._predict.memory import ERROR
 from .._predict.predict import Memory, Prediction
-from .patterns import as_yaml
+
+_PLAIN = re.compile(r"[A-Za-z_][\w./-]*")  # a pattern that YAML takes without quotes
 
 
 @dataclasses.dataclass(frozen=True)
@@ -64,7 +66,13 @@ class Plan:
 
     def to_yaml(self) -> str:
         """Return the policy as the `remat:` block of a config."""
-        return as_yaml(self.policy)
+        policy = self.policy
+        lines = ["remat:", "  residuals:" if policy.rules else "  residuals: {}"]
+        for pattern, decision in policy.rules:
+            lines.append(f"    {pattern if _PLAIN.fullmatch(pattern) else json.dumps(pattern)}: {decision}")
+        fields = ("default", "dots", "min_offload_bytes", "resident_layers", "offload_layers", "other_layers")
+        lines += [f"  {field}: {getattr(policy, field)}" for field in (*fields, "on_host_full")]
+        return "\n".join(lines) + "\n"
 
     def to_json(self) -> str:
         plain = {"compiled": self.compiled, "bytes": self.bytes, "budget": self.budget, "host_budget": self.host_budget}
@@ -75,10 +83,6 @@ class Plan:
     def summary(self) -> str:
         how = "as XLA plans it" if self.compiled is not None else f"a guess from shapes, up to {ERROR:.0%} off"
         return f"{self.prediction.summary}; memory is {how}"
-
-    def differs(self, other: Policy) -> str:
-        """Return what another policy does that this plan does not."""
-        return differences(self.policy, other)
 
     def __str__(self) -> str:
         lines = [

@@ -5,7 +5,8 @@ from typing import NamedTuple
 
 from jax.extend.core import Jaxpr, JaxprEqn
 
-from ..._engine.jaxprs.walk import Site, nested, walk
+from ..._engine.jaxprs.walk import nested, walk
+from ..._engine.layers.layer import Layer
 from ..._engine.layers.loops import backward_p, forward_p
 from ..._engine.layers.passes import Loops
 from ..._engine.microbatches.interleaved import interleaved_p
@@ -15,10 +16,10 @@ from .shard_maps import shard_maps_around
 
 
 class Stack(NamedTuple):
-    """A scan over layers: how many, how often it runs in a step, and of how many microbatches `accumulate` interleaves
-    its passes where something is offloaded (1 without it).
+    """The layers of a scan: how many, how often they run in a step, and of how many microbatches `accumulate`
+    interleaves their passes where something is offloaded (1 without it).
 
-    `schedule`: if it is on pipeline stages. Then the layers are those of a chunk, which run in each tick that has a
+    `schedule`: if they are on pipeline stages. Then the layers are those of a chunk, which run in each tick that has a
     forward pass, and in as many that have a backward pass.
     """
 
@@ -55,17 +56,17 @@ class Scan(NamedTuple):
     """A scan over layers.
 
     Attributes:
-      loops: of its forward pass.
+      layer: one of them, differentiated.
       devices: over how many its values are spread.
       shard_maps: those around it; on pipeline stages also that over these.
-      site: where it stands.
+      enclosing: the equations around it.
     """
 
     stack: Stack
-    loops: Loops
+    layer: Layer
     devices: int
     shard_maps: tuple[JaxprEqn, ...]
-    site: Site
+    enclosing: tuple[JaxprEqn, ...]
 
 
 def scans_in(jaxpr: Jaxpr, devices: int) -> Iterator[Scan]:
@@ -79,20 +80,15 @@ def scans_in(jaxpr: Jaxpr, devices: int) -> Iterator[Scan]:
         if site.eqn.primitive is interleaved_p:
             each, schedule = site.eqn.params["loops"], site.eqn.params["schedule"]
             microbatches = 1 if schedule else site.eqn.params["microbatches"]
-        elif is_differentiated(site.eqn):
-            each = [site.eqn.params["loops"]]
-        around = shard_maps_around(site)
-        if schedule:
-            around = (*around, _over_stages(site.eqn))
+        elif site.eqn.primitive is forward_p:
+            each = (site.eqn.params["loops"],)
+        around = (*shard_maps_around(site), *([_over_stages(site.eqn)] if schedule else []))
         for loops in each:
-            runs = site.runs * (schedule.forward_stop if schedule else microbatches)
+            layer, runs = loops.segments[0].layer, site.runs * (schedule.forward_stop if schedule else microbatches)
             stack = Stack(loops.length, runs, microbatches, schedule)
-            yield Scan(stack, loops, max(1, devices // (site.devices * stack.stages)), around, site)
-
-
-def is_differentiated(eqn: JaxprEqn) -> bool:
-    """Return if an equation is the forward pass of a scan that has a backward pass elsewhere."""
-    return eqn.primitive is forward_p and not eqn.params["loops"].segments[0].layer.only_forward
+            if not layer.only_forward:
+                on_devices = max(1, devices // (site.devices * stack.stages))
+                yield Scan(stack, layer, on_devices, around, site.enclosing)
 
 
 def _over_stages(eqn: JaxprEqn) -> JaxprEqn:

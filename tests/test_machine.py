@@ -19,7 +19,6 @@ from jaxoffload.proof import AttentionRate, Bus, Gemms, Link, Machine, known_mac
 from jaxoffload.proof._command import main
 from jaxoffload.proof._predict import machine as _machine
 from jaxoffload.proof._predict import measure
-from jaxoffload.proof._predict.measure import Attended, Sizes
 
 pytestmark = pytest.mark.claim("by-shape")
 
@@ -264,11 +263,10 @@ def test_a_file_of_earlier_versions_has_one_number_for_all_shapes():
 
 def test_everything_is_measured_on_any_devices():
     """With tiny sizes: the numbers mean nothing."""
-    sizes = Sizes(2**16, 64, 64, 32, 16, 8, (2, 16, 8, 8), (4, 16, 8, 8), (Attended(1, 16, 4, 8),), (2**8,), 0.0)
-    found = _machine._measured(jax.local_devices()[:2], sizes)
+    found = _machine._measured(jax.local_devices()[:2], scale=128)
     assert Machine.from_json(found.to_json()) == found and found.gpus == min(2, jax.local_device_count())
-    (attention,) = found.attention
-    assert (attention.width, attention.length) == (8, 16) and found.attention_tflops == attention[2:]
+    assert [attention[:2] for attention in found.attention] == [(64, 16), (64, 64), (128, 16), (128, 64)]
+    assert found.attention_tflops == found.attention[-1][2:]
     assert (
         found.gemms.narrow > 0
         and found.fused_gb_s > 0

@@ -97,8 +97,8 @@ def step_of(*stacks, movable=BOTH, **fields):
 
 def outcome_of(step, costs, moved, layers):
     """Seconds, bytes on the device besides those of the step, and on the host."""
-    ns, device, host = (x.item() for x in estimated(step, costs, frozenset(moved), np.array([layers])))
-    return ns / 1e9, device - step.other, host
+    found = estimated(step, BOTH, costs, frozenset(moved), layers)
+    return found.ns / 1e9, found.device - step.other, found.host
 
 
 def test_what_a_scan_costs_by_hand():

@@ -10,10 +10,9 @@ A choice keeps some names for the backward pass, and moves some of these to the 
 """
 
 import dataclasses
+import math
 from collections.abc import Iterable, Iterator
 from typing import Any, NamedTuple
-
-import numpy as np
 
 from ..._policy import Policy
 from .._predict.machine import Bus
@@ -44,10 +43,16 @@ def curve_of(step: Step, table: Table, host_budget: int) -> list[Choice]:
 
     They are in the order of bytes per device, and need no more on the host than its budget.
     """
-    every = (choice for kept, costs in table.items() for choice in _choices(step, kept, costs))
+    counts = _layer_counts(step)
+    every = [
+        estimated(step, kept, costs, moved, layers)
+        for kept, costs in table.items()
+        for moved in _moved_sets(step, costs)
+        for layers in (counts if moved else counts[:1])
+    ]
     fitting = sorted((choice for choice in every if choice.host <= host_budget), key=_order)
     unmoved = [choice for choice in fitting if not choice.host]
-    return sorted({*_undominated(fitting), *_undominated(unmoved)}, key=_order)
+    return sorted(dict.fromkeys([*_undominated(fitting), *_undominated(unmoved)]), key=_order)
 
 
 def _order(choice: Choice) -> tuple[int, int, int]:
@@ -56,40 +61,28 @@ def _order(choice: Choice) -> tuple[int, int, int]:
 
 def _undominated(choices: Iterable[Choice]) -> Iterator[Choice]:
     """Yield those than which none before it is faster, or as fast with less on the host."""
-    best = np.inf, np.inf
+    best = math.inf, math.inf
     for choice in choices:
         if (choice.ns, choice.host) < best:
             best = choice.ns, choice.host
             yield choice
 
 
-def _choices(step: Step, kept: Kept, costs: Costs) -> Iterator[Choice]:
-    """Yield what layers that keep these names may move, and in how many of them."""
-    counts = _layer_counts(step)
-    for moved in _moved_sets(step, costs):
-        layers = counts if moved else counts[:1]
-        for ns, device, host, n in zip(
-            *map(np.ndarray.tolist, (*estimated(step, costs, moved, layers), layers)), strict=True
-        ):
-            yield Choice(ns, device, host, kept, moved, n)
-
-
-def estimated(step: Step, costs: Costs, moved: Kept, layers: Any) -> tuple[Any, Any, Any]:
-    """Return nanoseconds, bytes per device and bytes on the host if so many layers, (counts,), move these units."""
+def estimated(step: Step, kept: Kept, costs: Costs, moved: Kept, layers: int) -> Choice:
+    """Return the choice to keep and to move these units in so many layers; `costs`: of layers that keep them."""
+    seconds, device, host, row = step.seconds, step.other, 0, 0
     sizes = [sum(cost.movable.get(unit, 0) for unit in moved) for cost in costs]
-    # On stages, in each chunk.
     most = [stack.may_offload(step.resident) if size else 0 for stack, size in zip(step.stacks, sizes, strict=True)]
-    counts = [np.minimum(layers, m) // stack.chunks for stack, m in zip(step.stacks, most, strict=True)]
-    beside = np.any([(n > 0) & (s.microbatches > 1) for s, n in zip(step.stacks, counts, strict=True)], axis=0)
-    seconds, (residuals, host, row) = np.full(layers.shape, step.seconds), np.zeros((3, *layers.shape), np.int64)
+    counts = [min(layers, m) // stack.chunks for stack, m in zip(step.stacks, most, strict=True)]
+    interleaves = any(n and stack.microbatches > 1 for stack, n in zip(step.stacks, counts, strict=True))
     for stack, cost, size, n in zip(step.stacks, costs, sizes, counts, strict=True):
-        sets = 1 + beside if stack.microbatches > 1 else stack.sets
-        copying = n + ((n > 0) & (n < stack.layers))  # the last one copies what the one before it left
+        sets = 2 if interleaves and stack.microbatches > 1 else stack.sets
+        copying = n + (0 < n < stack.layers)  # the iteration after the last one copies, too
         seconds += stack.runs * stack.layers * cost.seconds + copying * exposed(step.bus, stack, cost, size)
-        residuals += sets * (stack.layers * cost.kept - n * size + cost.once)
-        host += sets * (n + (n > 0)) * size  # and a padding row
-        row = np.maximum(row, (n > 0) * size)
-    return np.maximum(1, np.rint(1e9 * seconds)).astype(np.int64), step.other + residuals + row, host
+        device += sets * (stack.layers * cost.kept - n * size + cost.once)
+        host += sets * (n + 1) * size if n else 0  # with a padding row
+        row = max(row, size if n else 0)
+    return Choice(max(1, round(1e9 * seconds)), device + row, host, kept, moved, layers)
 
 
 def exposed(bus: Bus, stack: Stack, cost: LayerCost, size: int) -> float:
@@ -104,18 +97,18 @@ def exposed(bus: Bus, stack: Stack, cost: LayerCost, size: int) -> float:
     return stack.runs // passes * ((passes - alone) * longer(bus.together, cost.seconds) + alone * lone)
 
 
-_MOST_COUNTS = 33
+_MOST_COUNTS = 32
 _MOST_SETS = 200
 
 
-def _layer_counts(step: Step) -> Any:
+def _layer_counts(step: Step) -> list[int]:
     """Return how many layers may offload. On pipeline stages it is as many in each chunk, and never a single one."""
     most = max(stack.may_offload(step.resident) for stack in step.stacks)
-    counts = np.unique(np.linspace(0, most, min(most + 1, _MOST_COUNTS)).round().astype(np.int64))
+    number = max(1, min(most, _MOST_COUNTS))
+    counts = {round(most * i / number) for i in range(number + 1)}
     for chunks in {stack.chunks for stack in step.stacks if stack.schedule}:
-        counts = np.unique(counts // chunks * chunks)
-        counts = counts[counts != chunks]
-    return counts
+        counts = {count // chunks * chunks for count in counts} - {chunks}
+    return sorted(counts)
 
 
 def _moved_sets(step: Step, costs: Costs) -> list[Kept]:

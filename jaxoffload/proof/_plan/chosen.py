@@ -15,7 +15,7 @@ from .._program.memory import memory_plan
 from .._program.results import run_of
 from .choices import Choice
 
-_NEAR = 3  # choices on either side of the largest that fits are looked at
+_NEAR = 2  # choices on either side of the largest that fits are looked at
 _MOST_SIZED = 8
 _MOVES = 0.01  # of a step: for less nothing is moved where moving nothing fits
 

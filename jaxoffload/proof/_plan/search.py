@@ -2,9 +2,6 @@
 
 import functools
 from collections.abc import Callable, Iterable, Sequence
-from typing import Any
-
-import numpy as np
 
 from .._predict.scans import Stack
 from .costs import Costs
@@ -22,18 +19,18 @@ def looked_at(
     """
     table, units = dict[Kept, Costs](), sorted(free)
 
-    def totals(kept: Kept) -> Any:
+    def totals(kept: Kept) -> tuple[float, int]:
         """Return the seconds and the bytes of all layers in a step."""
         if kept not in table:
             table[kept] = costs(kept)
         both = list(zip(stacks, table[kept], strict=True))
         seconds = sum(s.runs * s.layers * c.seconds for s, c in both)
-        return np.array([seconds, sum(s.sets * s.layers * c.kept for s, c in both)])
+        return seconds, sum(s.sets * s.layers * c.kept for s, c in both)
 
     def worth(kept: Kept, unit: Unit) -> float:
         """Return the seconds that a byte of a unit saves, beside these others."""
-        seconds, size = totals(kept | {unit}) - totals(kept - {unit})
-        return -seconds / max(1, size)
+        (after, more), (before, less) = totals(kept | {unit}), totals(kept - {unit})
+        return (before - after) / max(1, more - less)
 
     totals(least)
     for kept, sign in ((least, -1), (least.union(units), 1)):

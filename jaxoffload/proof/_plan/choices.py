@@ -78,7 +78,8 @@ def estimated(step: Step, kept: Kept, costs: Costs, moved: Kept, layers: int) ->
     for stack, cost, size, n in zip(step.stacks, costs, sizes, counts, strict=True):
         sets = 2 if interleaves and stack.microbatches > 1 else stack.sets
         copying = n + (0 < n < stack.layers)  # the iteration after the last one copies, too
-        seconds += stack.runs * stack.layers * cost.seconds + copying * exposed(step.bus, stack, cost, size)
+        seconds += stack.runs * (stack.layers * cost.seconds + copying * step.copying * size)
+        seconds += copying * exposed(step.bus, stack, cost, size)
         device += sets * (stack.layers * cost.kept - n * size + cost.once)
         host += sets * (n + 1) * size if n else 0  # with a padding row
         row = max(row, size if n else 0)
@@ -94,7 +95,7 @@ def exposed(bus: Bus, stack: Stack, cost: LayerCost, size: int) -> float:
     passes, alone = (stack.schedule.forward_stop, stack.chunks) if stack.schedule else (stack.microbatches, 1)
     longer = lambda gb_s, seconds: max(0.0, size / gb_s / 1e9 - seconds)
     lone = longer(bus.d2h, cost.forward) + longer(bus.h2d, cost.backward)
-    return stack.runs // passes * ((passes - alone) * longer(bus.together, cost.seconds) + alone * lone)
+    return stack.runs // passes * ((passes - alone) * longer(bus.together, cost.forward + cost.backward) + alone * lone)
 
 
 _MOST_COUNTS = 32

@@ -26,19 +26,21 @@ def chosen(
     host_limit: int,
     predicted: Callable[[Choice], Prediction],
     size_of: Callable[[Choice], int],
-) -> tuple[Choice | None, dict[Choice, int]]:
-    """Return the fastest choice found that fits in `limit` bytes per device, or None; and the size of each looked at.
+    sizes: dict[Choice, int],
+) -> Choice | None:
+    """Return the fastest choice found that fits in `limit` bytes per device, or None.
 
     The more bytes a choice takes, the less time: so the largest that is predicted to fit is searched by bisection, of
     those that move something and of those that move nothing. What one takes more or less than predicted corrects the
     others of its kind, until the choice is one whose size is known.
+
+    `sizes`: those that are known, to which those of the choices that are looked at are added.
     """
-    sizes, more = dict[Choice, int](), {True: 0, False: 0}
-    kinds = [[choice for choice in curve if bool(choice.host) is moves] for moves in more]
+    kinds = [[choice for choice in curve if bool(choice.host) is moves] for moves in (True, False)]
+    more = {bool(choice.host): sizes[choice] - predicted(choice).memory.total for choice in sizes}
 
     def size(choice: Choice) -> int:
-        found = predicted(choice)
-        return sizes.get(choice, found.memory.total + more[bool(choice.host)])
+        return sizes.get(choice, predicted(choice).memory.total + more.get(bool(choice.host), 0))
 
     def fits(choice: Choice) -> bool:
         return size(choice) <= limit and predicted(choice).host <= host_limit
@@ -51,10 +53,11 @@ def chosen(
             near += kind[max(0, first - _NEAR) : first + _NEAR]
         return _fastest(filter(fits, near), predicted) or min(near, key=size)
 
-    while (choice := best()) not in sizes and len(sizes) < _MOST_SIZED:
+    most = len(sizes) + _MOST_SIZED
+    while (choice := best()) not in sizes and len(sizes) < most:
         sizes[choice] = size_of(choice)
         more[bool(choice.host)] = sizes[choice] - predicted(choice).memory.total
-    return _fastest(filter(fits, sizes), predicted), sizes
+    return _fastest(filter(fits, sizes), predicted)
 
 
 def _fastest(choices: Iterable[Choice], predicted: Callable[[Choice], Prediction]) -> Choice | None:

@@ -31,20 +31,21 @@ class LayerCost(NamedTuple):
     """The cost of one layer that keeps certain names.
 
     Attributes:
-      forward, backward: seconds, with what runs again.
+      forward, backward: seconds, with what runs again; `stacking`: those of copies into stacks, and out of them.
       device: bytes per device that stay there, whatever is moved; `once`: those of what is the same in all layers.
       movable: bytes per device of each unit that may go to the host.
     """
 
     forward: float
     backward: float
+    stacking: float
     device: int
     once: int
     movable: Mapping[Unit, int]
 
     @property
     def seconds(self) -> float:
-        return self.forward + self.backward
+        return self.forward + self.backward + self.stacking
 
     @property
     def kept(self) -> int:
@@ -65,7 +66,7 @@ class Step:
       other: bytes per device of all but residuals.
       resident: how many of the last layers never offload.
       movable: units that may go to the host; `moved`: those that do in any case.
-      bus: GB/s.
+      bus: GB/s; `copying`: seconds of the device's memory for each byte that goes to the host and back.
     """
 
     seconds: float
@@ -73,6 +74,7 @@ class Step:
     resident: int
     stacks: tuple[Stack, ...]
     bus: Bus
+    copying: float
     movable: Kept
     moved: Kept = frozenset()
 
@@ -119,6 +121,7 @@ def priced(f: Callable[..., Any], args: tuple[Any, ...], fixed: Policy, machine:
         resident=fixed.resident_layers,
         stacks=tuple(scan.stack for scan in scans),
         bus=machine.bus(devices),
+        copying=4 / machine.hbm_gb_s / 1e9,  # it is read and written, each way
         movable=names.movable,
         moved=names.moved,
     )
@@ -170,8 +173,9 @@ def cost_of(scan: Scan, layer: Layer, names: Names, rates: Rates) -> LayerCost:
     taken = again.taken[: len(layout.kept)]
     read = sum(itertools.compress(rows, [*layout.select(taken, "device"), *layout.select(taken, "host")]))
     return LayerCost(
-        forward=known.seconds + rates.moving(2 * sum(rows)),
-        backward=again.seconds + rates.moving(2 * read),
+        forward=known.seconds,
+        backward=again.seconds,
+        stacking=rates.moving(2 * sum(rows) + 2 * read),
         device=sum(sizes.device),
         once=sum(sizes.once),
         movable=movable,

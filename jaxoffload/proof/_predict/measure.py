@@ -199,7 +199,8 @@ def link(devices: Sequence[Any], scale: int) -> Link | None:
         call, received = collectives(what, mesh, size)
         return received / seconds_of(call, _SECONDS / scale / 10) / 1e9
 
-    made = Link(mesh.size, sizes, *(tuple(rate(what, size) for size in sizes) for what in _COLLECTIVES))
+    rates = {what: tuple(rate(what, size) for size in sizes) for what in _COLLECTIVES}
+    made = Link(mesh.size, sizes, rates["all_gather"], rates["reduce_scatter"], rates["all_to_all"])
     return made._replace(beside=_beside(mesh, made, scale))
 
 

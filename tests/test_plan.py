@@ -29,8 +29,7 @@ from jaxoffload.proof._plan.costs import LayerCost, Step, priced
 from jaxoffload.proof._plan.names import UNTAGGED
 from jaxoffload.proof._plan.patterns import pattern_of, policy_of
 from jaxoffload.proof._plan.search import looked_at
-from jaxoffload.proof._predict.scans import Stack, scans_in
-from jaxoffload.proof._predict.shard_maps import within
+from jaxoffload.proof._predict.scans import Stack, scans_in, within
 from jaxoffload.proof._program.results import trace_of
 from models.train import main as train
 
@@ -368,7 +367,7 @@ def test_a_budget_that_nothing_fits_is_one_error():
 
 def test_the_limit_says_what_more_memory_brings():
     least = toy(560, TOY, 0)
-    assert least.limits == "some 192.00 KiB more would save fc1: -13.7%"
+    assert least.limits == "some 192.00 KiB more would change the step by -13.7%"
     assert "fc1" in dict(toy(752, TOY, 0).policy.residuals)
 
 
@@ -520,11 +519,11 @@ def test_what_is_not_planned_is_said():
     w, x = ARGS
     stacked = jax.tree.map(lambda a: of(2, *a.shape), w)
     nested = lambda w, x: jnp.sum(scan(outer, x, w, policy=Policy(), strict=False)[0])
-    with pytest.raises(NotImplementedError, match="inside a layer"):
+    with pytest.raises(NotImplementedError, match="inside a layer of another scan"):
         planned(stacked, x, f=nested)
     for how in (jax.checkpoint, functools.partial(checkpoint, policy=Policy(), strict=False)):
         again = lambda w, x, how=how: jnp.sum(how(lambda w, x: outer(x, w)[0])(w, x))
-        with pytest.raises(NotImplementedError, match="inside a checkpoint"):
+        with pytest.raises(NotImplementedError, match="inside a checkpoint or inside a layer"):
             planned(w, x, f=again)
 
 

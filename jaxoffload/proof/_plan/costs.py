@@ -12,14 +12,13 @@ from ..._engine.cost.cost import Rates, cost
 from ..._engine.jaxprs.walk import walk
 from ..._engine.layers.layer import Layer
 from ..._engine.layers.loops import is_ours
-from ..._engine.microbatches.interleaved import interleaved_p, is_staged
+from ..._engine.microbatches.interleaved import is_staged
 from ..._policy import Policy
 from ..._tracing import Trial, under
 from .._predict.machine import Bus, Machine
 from .._predict.memory import argument_bytes, divisions, step_bytes
 from .._predict.predict import computing_seconds, spread
-from .._predict.scans import Scan, Stack, scans_in
-from .._predict.shard_maps import axes_of, within
+from .._predict.scans import Scan, Stack, axes_of, scans_in, within
 from .._program.results import trace_of
 from .errors import CannotPlan
 from .names import UNTAGGED, Kept, Names, Unit, linear, names_of
@@ -137,20 +136,14 @@ def planned_scans(jaxpr: Jaxpr, devices: int) -> list[Scan]:
       CannotPlan: there are none.
       NotImplementedError: one is inside another one's layer or a `jax.checkpoint`, or beside one on pipeline stages.
     """
-    found = []
-    for scan in scans_in(jaxpr, devices):
-        if any(map(is_staged, scan.enclosing)):
+    found = list(scans_in(jaxpr, devices))
+    for scan in found:
+        is_around = any(eqn.primitive is remat_p or is_staged(eqn) for eqn in scan.enclosing)
+        if is_around or any(is_ours(inner.eqn) for inner in walk(scan.layer.forward)):
             raise NotImplementedError(
-                "plan: a scan that belongs to no pipeline stage, beside one that does, is not planned; use chain there"
+                "plan: a scan inside a checkpoint or inside a layer of another scan, or one that belongs to no "
+                "pipeline stage beside one that does, is not planned; use checkpoint in layers, and chain beside stages"
             )
-        if any(eqn.primitive is remat_p for eqn in scan.enclosing):
-            raise NotImplementedError(
-                "plan: a scan inside a checkpoint, which runs it again, is not planned; take it out"
-            )
-        if any(is_ours(inner.eqn) for inner in walk(scan.layer.forward)):
-            raise NotImplementedError("plan: a scan inside a layer of another scan is not planned; use checkpoint")
-        if not any(eqn.primitive is interleaved_p for eqn in scan.enclosing):
-            found.append(scan)
     if not found:
         raise CannotPlan(
             "the function differentiates no jaxoffload.scan, so there is nothing to choose; a loss must return a "

@@ -6,8 +6,7 @@ from collections.abc import Sequence
 from ..._engine.decide.plan import Override, Row
 from ..._engine.layers.layer import Layer, linearize
 from ..._policy import Decision, Policy
-from .._predict.scans import Scan
-from .._predict.shard_maps import within
+from .._predict.scans import Scan, within
 
 Unit = tuple[str, ...]  # the names of values that have one decision
 Kept = frozenset[Unit]

@@ -21,7 +21,7 @@ from .choices import Choice, curve_of, policy_for
 from .chosen import chosen, compiled_bytes, lowering, where_not_on_gpus
 from .costs import priced
 from .errors import CannotPlan, NothingFits
-from .result import Plan, differences
+from .result import Plan
 from .search import beside, looked_at
 
 RESERVE = 0.05  # of the device's memory
@@ -124,25 +124,19 @@ def plan(
         compiled=xla(choice) if asks else None,
         budget=limit,
         host_budget=on_host,
-        limits=_limits(choice, choices, predicted, policy),
+        limits=_limits(choice, choices, predicted),
         untagged=untagged,
     )
 
 
-def _limits(
-    choice: Choice,
-    curve: Sequence[Choice],
-    predicted: Callable[[Choice], Prediction],
-    policy: Callable[[Choice], Policy],
-) -> str:
+def _limits(choice: Choice, curve: Sequence[Choice], predicted: Callable[[Choice], Prediction]) -> str:
     """Return what a little more memory would bring."""
     faster = [other for other in curve if other.device > choice.device and other.ns <= (1 - _WORTH) * choice.ns]
     if not faster:
-        return f"nothing; more memory would save less than {_WORTH:.0%}"
+        return f"nothing; more memory would save less than {_WORTH:.0%} of the step"
     now, then = predicted(choice), predicted(faster[0])
-    changes = differences(policy(choice), policy(faster[0])) or "offload other layers"
     size = readable(max(0, then.memory.total - now.memory.total))
-    return f"some {size} more would {changes}: {then.step_ms / now.step_ms - 1:+.1%}"
+    return f"some {size} more would change the step by {then.step_ms / now.step_ms - 1:+.1%}"
 
 
 def _checked_policy(fixed: Any) -> Policy:

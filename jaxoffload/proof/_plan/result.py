@@ -77,7 +77,8 @@ class Plan:
     def to_json(self) -> str:
         plain = {"compiled": self.compiled, "bytes": self.bytes, "budget": self.budget, "host_budget": self.host_budget}
         more = {"limits": self.limits, "untagged": self.untagged, "prediction": json.loads(self.prediction.to_json())}
-        return json.dumps({"policy": _as_dict(self.policy), **plain, **more})
+        policy = dataclasses.asdict(self.policy) | {"residuals": dict(self.policy.residuals)}
+        return json.dumps({"policy": policy, **plain, **more})
 
     @property
     def summary(self) -> str:
@@ -96,22 +97,3 @@ class Plan:
             self.to_yaml().rstrip(),
         ]
         return "\n".join(lines)
-
-
-def _as_dict(policy: Policy) -> dict[str, object]:
-    return dataclasses.asdict(policy) | {"residuals": dict(policy.residuals)}
-
-
-def differences(policy: Policy, other: Policy) -> str:
-    """Return what the other policy does differently: "save attn/q", or "offload 20 layers"."""
-    here, there = dict(policy.residuals), dict(other.residuals)
-    changed = [
-        (there.get(name, other.default), name)
-        for name in sorted({*here, *there})
-        if here.get(name, policy.default) != there.get(name, other.default)
-    ]
-    words = [f"{decision} {name}" for decision, name in changed[:3]]
-    if len(changed) > 3:
-        words.append(f"change {len(changed) - 3} more")
-    moves = "offload" in there.values() and not changed
-    return ", ".join(words or [f"offload {other.offload_layers} layers"] * moves)

@@ -20,7 +20,7 @@ from ..._text import readable
 from .._residuals.divided import Divided, Rows, parts_of_stored, rows_of
 from .machine import Machine
 from .measure import Bus
-from .shard_maps import axes_of, shard_maps_around
+from .scans import axes_of, shard_maps_around
 
 
 class LayerCopy(NamedTuple):

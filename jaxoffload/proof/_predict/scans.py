@@ -1,18 +1,18 @@
-"""The scans that a traced step differentiates, and how often their layers run."""
+"""The scans that a traced step differentiates, how often their layers run, and the `shard_map`s around them."""
 
-from collections.abc import Iterator, Sequence
-from typing import NamedTuple
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any, NamedTuple
 
+import jax
 from jax.extend.core import Jaxpr, JaxprEqn
 
-from ..._engine.jaxprs.walk import nested, walk
+from ..._engine.jaxprs.walk import Site, nested, walk
 from ..._engine.layers.layer import Layer
 from ..._engine.layers.loops import backward_p, forward_p
 from ..._engine.layers.passes import Loops
 from ..._engine.microbatches.interleaved import interleaved_p
 from ..._engine.stages.schedule import Schedule
 from ..._jax import SHARD_MAP
-from .shard_maps import shard_maps_around
 
 
 class Stack(NamedTuple):
@@ -95,3 +95,26 @@ def _over_stages(eqn: JaxprEqn) -> JaxprEqn:
     """Return the `shard_map` in which stages run their layers."""
     maps = (e for e in eqn.params["call_jaxpr"].eqns if e.primitive.name == SHARD_MAP)
     return next(e for e in maps if set(e.params["newly_manual_axes"]) == {eqn.params["stage_axis"]})
+
+
+def shard_maps_around(site: Site) -> tuple[JaxprEqn, ...]:
+    """Return the `shard_map`s around an equation, outermost first."""
+    return tuple(eqn for eqn in site.enclosing if eqn.primitive.name == SHARD_MAP)
+
+
+def axes_of(shard_maps: Sequence[JaxprEqn]) -> dict[str, int]:
+    """Return the sizes of the mesh axes of these, one in the other."""
+    return {axis: size for eqn in shard_maps for axis, size in eqn.params["mesh"].shape.items()}
+
+
+def within[T](shard_maps: Sequence[JaxprEqn], f: Callable[[], T]) -> T:
+    """Return what `f` returns, which traces what stands in these, and so may be about their axes."""
+    if not shard_maps:
+        return f()
+    found: list[T] = []
+    run: Callable[[], Any] = lambda: found.append(f())
+    for eqn in reversed(shard_maps):
+        how = {"axis_names": set(eqn.params["newly_manual_axes"]), "check_vma": eqn.params["check_vma"]}
+        run = jax.shard_map(run, mesh=eqn.params["mesh"], in_specs=(), out_specs=None, **how)
+    jax.eval_shape(run)
+    return found[0]

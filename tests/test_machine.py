@@ -227,7 +227,9 @@ def test_what_is_not_a_machine_is_refused():
 def test_a_machine_comes_back_whole():
     for each in (MACHINE, BY_SHAPE):
         assert Machine.from_json(each.to_json()) == each
-    assert "heads of 64, length 4096: 0 forward" in str(BY_SHAPE) and "GB/s of 1000 B, 97.66 KiB" in str(BY_SHAPE)
+    shown = str(BY_SHAPE).splitlines()
+    assert "attention         width 64, length 4096, forward 0.3, backward 0.15" in shown
+    assert "gemm_tflops       1.0" in shown and "sizes (1000, 100000), all_gather (1.0, 3.0)" in shown[-1]
     wrong = BY_SHAPE.to_json().replace('"narrow": 0.25', '"narrow": -0.25')
     with pytest.raises(ValueError, match=r"-0\.25 is not a rate"):
         Machine.from_json(wrong)
@@ -306,6 +308,7 @@ def test_the_command_line_measures_and_writes(monkeypatch, tmp_path, capsys):
     monkeypatch.setattr(proof, "machine", lambda again: MACHINE)
     assert main(["machine", "--out", str(file)]) == 0 and Machine.from_json(file.read_text()) == MACHINE
     assert capsys.readouterr().out == f"{MACHINE}\n"
+    monkeypatch.setattr(proof, "machine", lambda again: pytest.fail("measured before the file can be written"))
     assert main(["machine", "--out", str(no_folder)]) == 2
     assert f"{no_folder}: No such file or directory; must be a file" in capsys.readouterr().err
 

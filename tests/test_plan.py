@@ -89,9 +89,9 @@ BUS = Bus(d2h=100e-9, h2d=50e-9, together=25e-9)  # 100, 50 and 25 bytes per sec
 MOST = LayerCost(forward=2.0, backward=4.0, stacking=0.0, device=10, once=3, movable={FC1: 300, ACT: 100})
 
 
-def step_of(*stacks, movable=BOTH, **fields):
+def step_of(*stacks, **fields):
     base = {"seconds": 10.0, "other": 1500, "resident": 1, "bus": BUS, "copying": 0.0}
-    return Step(**base | {"stacks": stacks, "movable": movable} | fields)
+    return Step(**base | {"stacks": stacks} | fields)
 
 
 def outcome_of(step, costs, moved, layers):
@@ -215,7 +215,7 @@ def drawn_search(seed):
         movable = {u: size[u] for u in kept}
         return (LayerCost(3.0, 5.0 + again, 0.0, 20, 1, movable),) * len(stacks)
 
-    step = step_of(*stacks, movable=frozenset(units), resident=dice.randint(0, 2))
+    step = step_of(*stacks, resident=dice.randint(0, 2))
     return step, least, frozenset(units) - least, evaluate, dice
 
 

@@ -114,7 +114,7 @@ def _layer_counts(step: Step) -> list[int]:
 
 def _moved_sets(step: Step, costs: Costs) -> list[Kept]:
     """Return what may be moved together, one set of units for each number of bytes; of too many, every second one."""
-    units = sorted({unit for cost in costs for unit, size in cost.movable.items() if size})
+    units = sorted({unit for cost in costs for unit in cost.movable})
     sets = {(0,) * len(costs): step.moved.intersection(units)}
     for unit in units:
         for sizes, moved in list(sets.items()) if unit not in step.moved else ():

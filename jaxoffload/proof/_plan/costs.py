@@ -64,7 +64,7 @@ class Step:
       seconds: outside of the layers.
       other: bytes per device of all but residuals.
       resident: how many of the last layers never offload.
-      movable: units that may go to the host; `moved`: those that do in any case.
+      moved: units that go to the host in any case.
       bus: GB/s; `copying`: seconds of the device's memory for each byte that goes to the host and back.
     """
 
@@ -74,7 +74,6 @@ class Step:
     stacks: tuple[Stack, ...]
     bus: Bus
     copying: float
-    movable: Kept
     moved: Kept = frozenset()
 
 
@@ -121,7 +120,6 @@ def priced(f: Callable[..., Any], args: tuple[Any, ...], fixed: Policy, machine:
         stacks=tuple(scan.stack for scan in scans),
         bus=machine.bus(devices),
         copying=4 / machine.hbm_gb_s / 1e9,  # it is read and written, each way
-        movable=names.movable,
         moved=names.moved,
     )
     everything = zip(scans, layers(names.least | names.free), strict=True)

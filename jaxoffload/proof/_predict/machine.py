@@ -13,7 +13,6 @@ from typing import Any
 import jax
 
 from ..._policy import check_switches
-from ..._text import readable
 from .._rates import AttentionRate, Gemms, Link, RatesByShape, between
 from . import measure
 from .measure import Bus as Bus
@@ -105,19 +104,11 @@ class Machine(RatesByShape):
         rows = {"one GPU": self.one} | ({"each of all GPUs": self.all} if self.gpus > 1 else {})
         for what, bus in rows.items():
             lines.append(f"{what:28} {bus.d2h:12.1f} {bus.h2d:8.1f} {bus.together:17.1f}")
-        fused = f", {self.fused_gb_s:.0f} in activations" if self.fused_gb_s else ""
-        lines.append(f"bfloat16 matmuls {self.gemm_tflops:.0f} TFLOP/s, device memory {self.hbm_gb_s:.0f} GB/s{fused}")
-        if self.gemms:
-            lines.append("  " + ", ".join(f"{what} {rate:.0f}" for what, rate in self.gemms._asdict().items()))
-        forward, backward = self.attention_tflops
-        lines.append(f"causal attention {forward:.0f} TFLOP/s forward, {backward:.0f} backward")
-        for width, length, *rates in self.attention:
-            lines.append(f"  heads of {width}, length {length}: {rates[0]:.0f} forward, {rates[1]:.0f} backward")
-        if self.link:
-            lines.append(f"collectives of {self.link.gpus} GPUs, GB/s of {', '.join(map(readable, self.link.sizes))}")
-            for what in ("all_gather", "reduce_scatter", "all_to_all"):
-                lines.append(f"  {what:14} {', '.join(f'{rate:.0f}' for rate in getattr(self.link, what))}")
-            lines.append(f"  matmuls beside them take longer by {self.link.beside:.0%} of their time")
+        words = lambda x: ", ".join(f"{k} {v}" for k, v in x._asdict().items()) if hasattr(x, "_asdict") else x
+        for field in dataclasses.fields(RatesByShape):
+            value = getattr(self, field.name)
+            each = value if field.name == "attention" else [value] * (value is not None)
+            lines += [f"{field.name:17} {words(one)}" for one in each]
         return "\n".join(lines)
 
 

@@ -162,7 +162,7 @@ def test_a_layer_costs_what_it_runs_and_copies_of_what_it_keeps(sharded):
     run = lambda x, w: scan(layer, x, w, policy=Policy(), strict=False)[0]
     f = lambda w, x: jnp.sum((mapped(run) if sharded else run)(x, w))
     args, rates = ({"in": of(3, 64, 256), "out": of(3, 256, 64)}, of(32, 64)), dataclasses.replace(H200, fused_gb_s=1.0)
-    _, names, costs, _, _ = priced(f, args, ALL, rates)
+    _, names, costs, _ = priced(f, args, ALL, rates)
     everything = names.least | names.free
     (found,) = costs(everything)
     policy = policy_of(everything, frozenset(), names.recomputable, ALL)
@@ -180,7 +180,7 @@ def test_a_layer_costs_what_it_runs_and_copies_of_what_it_keeps(sharded):
 def test_untagged_matmuls_are_kept_as_is_fixed(dots):
     layer = lambda x, w: (jnp.sin(tag(jnp.tanh(x @ w["in"]), "act") @ w["out"]), None)
     f = lambda w, x: jnp.sum(scan(layer, x, w, policy=Policy(), strict=False)[0])
-    _, names, costs, _, _ = priced(f, ARGS, dataclasses.replace(ALL, dots=dots), H200)
+    _, names, costs, _ = priced(f, ARGS, dataclasses.replace(ALL, dots=dots), H200)
     (found,) = costs(names.least | names.free)
     assert found.movable == {("act",): WIDE} | ({UNTAGGED: STREAM} if dots == "offload" else {})
     assert (UNTAGGED in names.moved) == (dots == "offload")

@@ -83,14 +83,12 @@ class Priced(NamedTuple):
     Attributes:
       costs: of a layer of each scan that keeps certain names.
       untagged: lines for the matmuls that run again even if all names are kept.
-      trial: keeps the bodies of layers alive, to which these refer weakly.
     """
 
     step: Step
     names: Names
     costs: Callable[[Kept], Costs]
     untagged: tuple[str, ...]
-    trial: Trial
 
 
 def priced(f: Callable[..., Any], args: tuple[Any, ...], fixed: Policy, machine: Machine) -> Priced:
@@ -124,7 +122,7 @@ def priced(f: Callable[..., Any], args: tuple[Any, ...], fixed: Policy, machine:
     )
     everything = zip(scans, layers(names.least | names.free), strict=True)
     untagged = tuple(line for scan, layer in everything for line in runs_again(layer, _backward(scan, layer)))
-    return Priced(step, names, costs, untagged, trial)
+    return Priced(step, names, costs, untagged)
 
 
 def planned_scans(jaxpr: Jaxpr, devices: int) -> list[Scan]:

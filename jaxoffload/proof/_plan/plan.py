@@ -95,7 +95,7 @@ def plan(
             f"plan: compile=True needs arguments on GPUs, here or described (jax.experimental.topologies); they are on "
             f"{where}"
         )
-    step, names, costs, untagged, _ = priced(f, args, fixed, rates)
+    step, names, costs, untagged = priced(f, args, fixed, rates)
     table = looked_at(names.least, names.free, costs, step.stacks)
     policy = functools.cache(lambda choice: policy_for(choice, table[choice.kept], step, names, fixed))
     predicted = functools.cache(lambda choice: predict(f, *args, machine=rates, policy=policy(choice)))

@@ -56,7 +56,7 @@ class Scan(NamedTuple):
     """A scan over layers.
 
     Attributes:
-      layer: one of them, differentiated.
+      layer: one of them, differentiated; `body`: its jaxpr before, to which it refers weakly, if that still lives.
       devices: over how many its values are spread.
       shard_maps: those around it; on pipeline stages also that over these.
       enclosing: the equations around it.
@@ -64,6 +64,7 @@ class Scan(NamedTuple):
 
     stack: Stack
     layer: Layer
+    body: Jaxpr | None
     devices: int
     shard_maps: tuple[JaxprEqn, ...]
     enclosing: tuple[JaxprEqn, ...]
@@ -88,7 +89,7 @@ def scans_in(jaxpr: Jaxpr, devices: int) -> Iterator[Scan]:
             stack = Stack(loops.length, runs, microbatches, schedule)
             if not layer.only_forward:
                 on_devices = max(1, devices // (site.devices * stack.stages))
-                yield Scan(stack, layer, on_devices, around, site.enclosing)
+                yield Scan(stack, layer, layer.body(), on_devices, around, site.enclosing)
 
 
 def _over_stages(eqn: JaxprEqn) -> JaxprEqn:

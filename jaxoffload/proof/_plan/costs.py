@@ -1,7 +1,6 @@
 """What a step costs: outside of its layers, and in a layer of each scan for each set of kept names."""
 
 import dataclasses
-import functools
 import itertools
 from collections.abc import Callable, Mapping
 from typing import Any, NamedTuple
@@ -121,11 +120,9 @@ def priced(f: Callable[..., Any], args: tuple[Any, ...], fixed: Policy, machine:
         copying=4 / machine.hbm_gb_s / 1e9,  # it is read and written, each way
         moved=names.moved,
     )
-    untagged: list[str] = []
-    for scan, layer in zip(scans, layers(names.least | names.free), strict=True):
-        again = functools.partial(runs_again, _backward(scan, layer), len(layer.layout.kept))
-        untagged += within(scan.shard_maps, again)
-    return Priced(step, names, costs, tuple(untagged))
+    everything = zip(scans, layers(names.least | names.free), strict=True)
+    untagged = tuple(line for scan, layer in everything for line in runs_again(layer, _backward(scan, layer)))
+    return Priced(step, names, costs, untagged)
 
 
 def planned_scans(jaxpr: Jaxpr, devices: int) -> list[Scan]:

@@ -190,10 +190,15 @@ def _batch(axis: Any, args: Sequence[Any], dims: Sequence[Any], **params: Any) -
 
 
 def _without_dead_code(used: Sequence[bool], *rest: Any) -> tuple[list[bool], JaxprEqn | None]:
-    """Drop what no result needs in there, such as the residuals of a scan under `stop_gradient`."""
+    """Drop what no result needs in there, such as the residuals of a scan under `stop_gradient`.
+
+    Not on stages: steps that were measured there take as long as with all that ticks compute.
+    """
     eqn: JaxprEqn = rest[-1]  # jax 0.12 passes before it which inputs are live
     if not any(used) and not eqn.effects:
         return [False] * len(eqn.invars), None
+    if is_staged(eqn):
+        return [True] * len(eqn.invars), eqn
     live, _ = dce_jaxpr(eqn.params["call_jaxpr"], [True] * len(eqn.outvars), True)
     return [True] * len(eqn.invars), eqn.replace(params=eqn.params | {"call_jaxpr": live})
 

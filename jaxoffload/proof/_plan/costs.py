@@ -1,4 +1,4 @@
-"""What a step costs: outside of its layers, and in a layer of each scan for each set of kept names."""
+"""The costs of a step: outside of its layers, and in a layer of each scan for each set of kept names."""
 
 import dataclasses
 import itertools
@@ -58,7 +58,7 @@ Table = Mapping[Kept, Costs]
 
 @dataclasses.dataclass(frozen=True)
 class Step:
-    """What all choices share.
+    """The costs that all choices share.
 
     Attributes:
       seconds: outside of the layers.

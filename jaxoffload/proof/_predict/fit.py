@@ -111,8 +111,11 @@ def fits_in(jaxpr: Jaxpr, args: Any, devices: int, machine: Machine) -> tuple[Fi
 
 
 class _Around(NamedTuple):
-    """The surroundings of a loop: how often it runs, over how many devices its values are spread, the sizes of the mesh axes
-    of a `shard_map`, `rows` as for `Divided`, the machine, and whether it is on a pipeline stage."""
+    """The surroundings of a loop.
+
+    How often it runs, over how many devices its values are spread, the sizes of the mesh axes of a `shard_map`, `rows`
+    as for `Divided`, the machine, and whether it is on a pipeline stage.
+    """
 
     runs: int
     devices: int

@@ -60,7 +60,7 @@ test-oldest: .oldest/made
 # Thousands of random scans rather than a hundred, and all 81 assignments of experts: about an hour.
 test-long: $(tools)
 	EXAMPLES=5000 $(PYTHON) -m pytest -n 2 tests/test_random_scans.py tests/test_moe.py \
-		-k "test_random or assignments" $(ARGS)
+		tests/test_plan_measured.py -k "test_random or assignments or policies_take" $(ARGS)
 
 # docs/recipes/ with each framework, in an environment of its own: 4 GB on disk. AXLEARN=folder: a checkout of AXLearn,
 # which PyPI does not have; without it, its recipe is skipped.

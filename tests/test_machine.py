@@ -19,7 +19,6 @@ from jaxoffload.proof import AttentionRate, Bus, Gemms, Link, Machine, known_mac
 from jaxoffload.proof._command import main
 from jaxoffload.proof._predict import machine as _machine
 from jaxoffload.proof._predict import measure
-from jaxoffload.proof._predict.measure import Attended, Sizes
 
 pytestmark = pytest.mark.claim("by-shape")
 
@@ -228,7 +227,9 @@ def test_what_is_not_a_machine_is_refused():
 def test_a_machine_comes_back_whole():
     for each in (MACHINE, BY_SHAPE):
         assert Machine.from_json(each.to_json()) == each
-    assert "heads of 64, length 4096: 0 forward" in str(BY_SHAPE) and "GB/s of 1000 B, 97.66 KiB" in str(BY_SHAPE)
+    shown = str(BY_SHAPE).splitlines()
+    assert "attention         width 64, length 4096, forward 0.3, backward 0.15" in shown
+    assert "gemm_tflops       1.0" in shown and "sizes (1000, 100000), all_gather (1.0, 3.0)" in shown[-1]
     wrong = BY_SHAPE.to_json().replace('"narrow": 0.25', '"narrow": -0.25')
     with pytest.raises(ValueError, match=r"-0\.25 is not a rate"):
         Machine.from_json(wrong)
@@ -264,11 +265,10 @@ def test_a_file_of_earlier_versions_has_one_number_for_all_shapes():
 
 def test_everything_is_measured_on_any_devices():
     """With tiny sizes: the numbers mean nothing."""
-    sizes = Sizes(2**16, 64, 64, 32, 16, 8, (2, 16, 8, 8), (4, 16, 8, 8), (Attended(1, 16, 4, 8),), (2**8,), 0.0)
-    found = _machine._measured(jax.local_devices()[:2], sizes)
+    found = _machine._measured(jax.local_devices()[:2], scale=128)
     assert Machine.from_json(found.to_json()) == found and found.gpus == min(2, jax.local_device_count())
-    (attention,) = found.attention
-    assert (attention.width, attention.length) == (8, 16) and found.attention_tflops == attention[2:]
+    assert [attention[:2] for attention in found.attention] == [(64, 16), (64, 64), (128, 16), (128, 64)]
+    assert found.attention_tflops == found.attention[-1][2:]
     assert (
         found.gemms.narrow > 0
         and found.fused_gb_s > 0

@@ -1,6 +1,7 @@
 """What predict() says of policies that were measured on H200s and an H100, and plans that were written down first."""
 
 import json
+import os
 import shlex
 import statistics
 import sys
@@ -18,6 +19,7 @@ from jaxoffload.proof import Machine, predict
 from jaxoffload.proof._predict.memory import ERROR
 
 GIB = 2**30
+EVERY = 1 if "EXAMPLES" in os.environ else 8  # of the policies that ran; `make test-long` takes all
 
 
 def described(machine):
@@ -42,16 +44,16 @@ def policies(shape, of):
     return {key: policy for key, policy in made.items() if "step_ms" in of.get(key, ())}
 
 
-def compared(file, machine, shapes=None, only=""):
-    """Predicted / measured step time and memory of a result file's policies: (times, memory) of plans, of hand-made
-    policies, and of drawn ones."""
+def compared(file, machine, shapes=None, only="", every=1):
+    """Predicted / measured step time and memory of a result file's policies, or of some from each shape: (times,
+    memory) of plans, of hand-made policies, and of drawn ones."""
     found = {"plan": ([], []), "hand": ([], []), "drawn": ([], [])}
-    for name in shapes or result(file)["shapes"]:
+    for number, name in enumerate(shapes or result(file)["shapes"]):
         of, shape = result(file)["shapes"][name]["policies"], plans.SHAPES[name]
         options = plans.options_of(shape, {})
         with jax.numpy_rank_promotion("allow"):
             step, args = plans.step_of(shape, options, plans.variant_of(Policy())), plans.arguments(shape, options)
-        for key, policy in policies(shape, of).items():
+        for key, policy in list(policies(shape, of).items())[number % every :: every]:
             if key.startswith(only):
                 ms, gib = predicted(step, args, policy, described(machine))
                 times, memory = found.get(key.partition(" ")[0], found["hand"])
@@ -74,16 +76,17 @@ def test_plans_take_the_time_and_the_memory_that_is_predicted():
 @pytest.mark.slow
 @pytest.mark.claim("plan-measured")
 def test_policies_take_the_time_and_the_memory_that_is_predicted():
-    """By kind of policy: how many of them take within 8 % of the time, and the bounds of time and memory."""
-    both = compared("plans", "h200"), compared("plans-h100", "h100")
+    """By kind of policy: the bounds of time and memory, and of all, how many take within 8 % of the time."""
+    both = compared("plans", "h200", every=EVERY), compared("plans-h100", "h100", every=EVERY)
     bounds = {"plan": (1.0, 0.03, 0.07, 0.86, 1.14), "hand": (0.94, 0.04, 0.17, 0.83, 1.15)}
     bounds["drawn"] = 0.9, 0.04, 0.22, 0.73, 1.15
     for kind, (close, half, longest, least, most) in bounds.items():
         times, memory = ([*first, *second] for first, second in zip(*(of[kind] for of in both), strict=True))
         of_time = errors(times)
-        assert sum(e < 0.08 for e in of_time) >= close * len(times) and len(times) > 40, kind
-        assert statistics.median(of_time) < half and of_time[-1] < longest, (kind, of_time[-1])
+        assert of_time[-1] < longest and len(times) > 40 // EVERY, (kind, len(times), of_time[-1])
         assert least < min(memory) and max(memory) < most, (kind, min(memory), max(memory))
+        if EVERY == 1:
+            assert sum(e < 0.08 for e in of_time) >= close * len(times) and statistics.median(of_time) < half, kind
 
 
 def errors_of(file):

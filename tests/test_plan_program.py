@@ -86,7 +86,7 @@ def arguments(gpu, f):
 
 def ratio(f, args, policy):
     """Predicted memory / that of XLA's plan; None where it does not say: docs/upstream.md#memory-analysis."""
-    planned = _chosen.compiled_bytes(f, args, policy)
+    planned = _chosen.compiled_bytes(_chosen.lowering(f, args), args, policy)
     return planned and predict(f, *args, machine=H200, policy=policy).memory.total / planned
 
 
@@ -151,10 +151,10 @@ def test_steps_on_stages_take_the_memory_that_is_predicted(gpu, virtual_stages, 
 def test_a_plan_fits_by_xlas_own_plan(gpu, f):
     """By default, because the arguments are on GPUs."""
     args = arguments(gpu, f)
-    size = lambda name: _chosen.compiled_bytes(f, args, POLICIES[name])
-    budget = (size("recompute") + size("save")) // 2
+    size = lambda policy: _chosen.compiled_bytes(_chosen.lowering(f, args), args, policy)
+    budget = (size(POLICIES["recompute"]) + size(POLICIES["save"])) // 2
     found = plan(f, *args, machine=H200, budget=budget)
-    assert found.compiled == _chosen.compiled_bytes(f, args, found.policy) <= budget
+    assert found.compiled == size(found.policy) <= budget
     assert found.summary.endswith("memory is as XLA plans it")
     guess = plan(f, *args, machine=H200, budget=budget, compile=False)
     assert guess.compiled is None and guess.step_ms == pytest.approx(found.step_ms, rel=0.1)

@@ -137,7 +137,7 @@ def test_a_scan_beside_the_stages_is_not_planned():
             return accumulate(loss, stages="stage")(w, xs)
 
     of = lambda *sizes: jax.ShapeDtypeStruct(sizes, jnp.bfloat16)
-    with pytest.raises(NotImplementedError, match="belongs to no pipeline stage"):
+    with pytest.raises(NotImplementedError, match="belongs to no pipeline stage beside one"):
         plan(step, {"in": of(4, D, H), "out": of(4, H, D)}, of(2, ROWS, D), budget=EVERYTHING, machine=H200)
 
 

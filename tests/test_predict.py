@@ -68,24 +68,26 @@ def test_a_step_takes_the_flops_of_its_matmuls_and_of_those_that_run_again(decis
 
 def test_copies_are_exposed_by_as_much_as_they_take_longer_than_their_pass():
     found = predicted(loss, *ARGS)
-    (loop,) = found.loops
-    assert [(c.residual, c.bytes) for c in loop.copies] == [("a", COPY), ("b", COPY)]
-    assert loop.copies[0].d2h_ms == pytest.approx(COPY / 1e5) and loop.copies[0].h2d_ms == pytest.approx(COPY / 5e4)
+    forward, backward = found.loops
+    assert (forward.passes, backward.passes) == ("forward", "backward")
+    for loop, d2h_ms, h2d_ms in ((forward, COPY / 1e5, 0), (backward, 0, COPY / 5e4)):
+        assert [(c.residual, c.bytes) for c in loop.copies] == [("a", COPY), ("b", COPY)]
+        assert [c[2:] for c in loop.copies] == [pytest.approx((d2h_ms, h2d_ms))] * 2
+        assert (loop.layers, loop.moved) == (LAYERS, LAYERS - 1)
     # Forward: x and w, the matmul's result; that is read and a written; b written; b, w and the result.
     reads = [2000 + 600 + 3000, 3000 + 3000 + 3000, 3000 + 600 + 2000]
-    assert loop.forward_ms == pytest.approx(4e-6 * sum(reads))
-    assert (loop.layers, loop.moved) == (LAYERS, LAYERS - 1) and loop.backward_ms > loop.forward_ms
-    both = loop.together
-    longer = both.d2h_ms - loop.forward_ms + both.h2d_ms - loop.backward_ms
-    assert found.exposed_ms == pytest.approx(LAYERS * longer) and not loop.fits(both)
-    assert found.step_ms == found.computing_ms + found.exposed_ms and found.computing_ms > loop.computing_ms
-    # A single residual: at most 1 % of the layer's computing time may be exposed.
-    computing = loop.forward_ms + loop.backward_ms
-    for longer, fit in ((0.009, True), (0.011, False)):
-        assert loop.fits(LayerCopy("a", 1, loop.forward_ms + longer * computing, 0)) == fit
+    assert forward.layer_ms == pytest.approx(4e-6 * sum(reads)) and backward.layer_ms > forward.layer_ms
+    longer = forward.together.d2h_ms - forward.layer_ms + backward.together.h2d_ms - backward.layer_ms
+    assert found.exposed_ms == pytest.approx(LAYERS * longer)
+    assert not forward.fits(forward.together) and not backward.fits(backward.together)
+    assert found.step_ms == found.computing_ms + found.exposed_ms
+    assert found.computing_ms > forward.computing_ms + backward.computing_ms
+    # A single residual: at most 1 % of the loop's computing time may be exposed.
+    for longer, fit in ((1.009, True), (1.011, False)):
+        assert forward.fits(LayerCopy("a", 1, longer * forward.layer_ms, 0)) == fit
     fast = predict(loss, *ARGS, machine=dataclasses.replace(MACHINE, one=Bus(100, 100, 50)))
     assert fast.exposed_ms == 0 and fast.computing_ms == found.computing_ms
-    assert "does not fit" in str(found) and "does not fit" not in str(fast) and str(fast).count("  fits") == 3
+    assert "does not fit" in str(found) and "does not fit" not in str(fast) and str(fast).count("  fits") == 6
 
 
 def test_a_policy_is_that_of_all_scans():
@@ -140,21 +142,20 @@ def test_what_the_first_and_the_last_microbatch_recompute_is_not_copied():
 @pytest.mark.claim("accumulated-fits")
 def test_accumulate_has_both_passes_to_hide_the_copies_of_both_behind(ends_copy_all):
     """7 times both passes, and once each alone, as without it."""
-    (alone,) = predicted(loss, *ARGS).loops
+    alone = predicted(loss, *ARGS)
     found = predicted(accumulated, ARGS[1], XS)
-    beside, first_and_last = found.loops
-    assert first_and_last == dataclasses.replace(alone, microbatches=8)
+    beside, *first_and_last = found.loops
+    assert first_and_last == [*alone.loops]
     both = beside.together
-    assert (beside.runs, beside.layers, beside.moved, beside.beside) == (7, LAYERS, LAYERS - 1, True)
+    assert (beside.runs, beside.layers, beside.moved, beside.passes) == (7, LAYERS, LAYERS - 1, "both")
     assert both.d2h_ms == both.h2d_ms == pytest.approx(2 * COPY / 4e4)  # each way at the rate of both
-    window = alone.forward_ms + alone.backward_ms
+    window = sum(loop.layer_ms for loop in alone.loops)
     assert beside.exposed_ms(both) == pytest.approx(7 * LAYERS * (both.d2h_ms - window)) and not beside.fits(both)
-    assert found.exposed_ms == pytest.approx(beside.exposed_ms(both) + alone.exposed_ms(alone.together))
+    assert found.exposed_ms == pytest.approx(beside.exposed_ms(both) + alone.exposed_ms)
     said = [line for line in str(found).splitlines() if " layers, of which " in line]
-    assert said[0].startswith("interleaved over 8 microbatches: 7 times 5 layers, of which 4 offload, each")
-    assert said[1].startswith("first forward and last backward pass, alone: 5 layers,")
-    read = json.loads(found.to_json())["loops"]
-    assert [(loop["microbatches"], loop["beside"]) for loop in read] == [(8, True), (8, False)]
+    assert said[0].startswith("backward beside forward pass: 7 times 5 layers, of which 4 offload, each")
+    assert said[1].startswith("forward pass: 5 layers,") and said[2].startswith("backward pass: 5 layers,")
+    assert [loop["passes"] for loop in json.loads(found.to_json())["loops"]] == ["both", "forward", "backward"]
 
 
 def test_what_stays_on_the_device_at_the_ends_is_in_its_memory():
@@ -175,15 +176,15 @@ def test_what_stays_on_the_device_at_the_ends_is_in_its_memory():
     assert some.memory.other > stays
 
 
-@pytest.mark.parametrize("microbatches, ticks", [(8, [(7, True), (2, False)]), (1, [(2, False)])])
-def test_on_stages_a_tick_runs_a_chunk_each_way_and_some_run_one_pass_alone(microbatches, ticks):
+@pytest.mark.parametrize("microbatches, together", [(8, [(7, "both")]), (1, [])])
+def test_on_stages_a_tick_runs_a_chunk_each_way_and_some_run_one_pass_alone(microbatches, together):
     """Two chunks of four layers: two ticks begin, and two end, without the other pass."""
     rules = Policy({"a": "offload"}, min_offload_bytes=0)
     mesh = jax.make_mesh((2,), ("stage",), (AxisType.Auto,), devices=jax.devices()[:2])
     with jax.set_mesh(mesh):
         step = accumulate(lambda w, x: loss(x, w, rules), stages="stage")
         found = predicted(step, of(8, 20, 30), of(microbatches, 100, 20))
-    assert [(loop.runs, loop.beside) for loop in found.loops] == ticks
+    assert [(loop.runs, loop.passes) for loop in found.loops] == [*together, (2, "forward"), (2, "backward")]
     assert {(loop.layers, loop.moved) for loop in found.loops} == {(4, 4)}
 
 
@@ -192,11 +193,18 @@ def test_accumulated_layers_that_differ_have_each_other_to_hide_behind(ends_copy
     rules = dataclasses.replace(RULES, residuals={"a": "offload"}, offload_layers=2, resident_layers=0)
     rows = NamedSharding(auto(2), P(None, "d"))  # of each microbatch
     step = lambda w, x: accumulate(lambda w, x: loss(x, w, rules))(w, x)
-    *beside, alone = predicted(step, ARGS[1], XS.update(sharding=rows)).loops
-    assert [(loop.layers, loop.moved) for loop in (*beside, alone)] == [(2, 1), (1, 1), (2, 1), (3, 2)]
-    copies = [(c.d2h_ms, c.h2d_ms) for loop in (*beside, alone) for c in loop.copies]
-    rates = [(TWO.d2h, 0), (TWO.together, TWO.together), (0, TWO.h2d), (TWO.d2h, TWO.h2d)]
+    loops = predicted(step, ARGS[1], XS.update(sharding=rows)).loops
+    assert [(loop.layers, loop.moved) for loop in loops] == [(2, 1), (1, 1), (2, 1), (3, 2), (3, 2)]
+    copies = [(c.d2h_ms, c.h2d_ms) for loop in loops for c in loop.copies]
+    rates = [(TWO.d2h, 0), (TWO.together, TWO.together), (0, TWO.h2d), (TWO.d2h, 0), (0, TWO.h2d)]
     assert copies == [pytest.approx([COPY / 2 / rate / 1e6 if rate else 0 for rate in each]) for each in rates]
+
+
+def test_what_is_empty_is_not_copied():
+    nothing = lambda x, w: (body(x, w)[0] + jnp.sum(tag(jnp.sin(x[:0]), "empty")), None)
+    policy = Policy({"a": "offload", "empty": "offload"}, min_offload_bytes=0)
+    found = predicted(lambda x, w: jnp.sum(scan(nothing, x, w, policy=policy)[0]), *ARGS)
+    assert [c.residual for loop in found.loops for c in loop.copies] == ["a", "a"]
 
 
 # ---- on several devices ----
@@ -233,7 +241,7 @@ def test_devices_share_what_moves_and_the_bus():
     of_one, of_two = one.loops[0], two.loops[0]
     assert of_two.copies[0].bytes * 2 == of_one.copies[0].bytes
     assert of_two.copies[0].d2h_ms == pytest.approx(2 * of_one.copies[0].d2h_ms)  # half of it, at a quarter of the rate
-    assert of_two.forward_ms == pytest.approx(of_one.forward_ms / 2)
+    assert of_two.layer_ms == pytest.approx(of_one.layer_ms / 2)
 
 
 @pytest.mark.parametrize("sharded", [True, False])
@@ -252,8 +260,8 @@ def test_collectives_in_a_scan_inside_of_shard_map_take_those_of_their_axis():
     def forward_ms(between):
         run = lambda x, w: scan(lambda x, w: body(between(x), w), x, w, policy=RULES)[0]
         mapped = jax.shard_map(run, mesh=mesh, in_specs=(P(), P()), out_specs=P(), check_vma=False)
-        (loop,) = predict(lambda x, w: jnp.sum(mapped(x, w)), *ARGS, machine=machine).loops
-        return loop.forward_ms
+        forward, _ = predict(lambda x, w: jnp.sum(mapped(x, w)), *ARGS, machine=machine).loops
+        return forward.layer_ms
 
     summed = 1 / 2 * size * (1 / 4e9 + 1 / 2e9)
     assert forward_ms(lambda x: lax.psum(x, "d")) - forward_ms(lambda x: x) == pytest.approx(1e3 * summed, rel=1e-3)
@@ -327,6 +335,16 @@ def test_weights_are_gathered_as_they_are_cast():
     assert collective_seconds(found, args, 16, None) == collective_seconds(found, args, 32, LINK) == 0
     linked = predict(sharded_loss, *args, machine=dataclasses.replace(MACHINE, link=LINK))
     assert linked.computing_ms - predicted(sharded_loss, *args).computing_ms == pytest.approx(1e3 * LAYERS * expected)
+    # A teacher's are not counted, nor in microbatches.
+    xs = of(4, *args[1].shape, dtype=jnp.bfloat16, sharding=NamedSharding(MESH, P(None, ("data", "fsdp"))))
+    distilled = lambda w, x: sharded_loss(w, x) + lax.stop_gradient(sharded_loss(w, 2 * x))
+    for f in (sharded_loss, distilled):
+        step = lambda w, xs, f=f: accumulate(f)(w, xs)
+        ms = [
+            predict(step, args[0], xs, machine=dataclasses.replace(MACHINE, link=on)).computing_ms
+            for on in (LINK, None)
+        ]
+        assert ms[0] - ms[1] == pytest.approx(4 * 1e3 * LAYERS * expected)
     frozen = lambda x, w: sharded_loss(w, x)  # no gradients to reduce
     assert not any(w.has_gradient for w in weights_of(scan_of(frozen, *args[::-1]), args))
 
@@ -503,7 +521,9 @@ def test_the_text_and_the_json_have_the_numbers():
     first, exposed, device, host, *loops = str(found).splitlines()
     assert first == found.summary == f"{found.step_ms:.1f} ms per step on 1 a GPU, predicted"
     assert exposed.strip() == f"{found.exposed_ms:.2f} ms of copies are exposed" and "by a rough estimate" in device
-    assert host.strip() == "117.19 KiB in pinned host memory" and loops == str(found.loops[0]).splitlines()
+    assert host.strip() == "117.19 KiB in pinned host memory" and loops == [
+        line for loop in found.loops for line in str(loop).splitlines()
+    ]
     read = json.loads(found.to_json())
     assert read["memory"] == found.memory._asdict() and read["host"] == found.host
     assert read["loops"][0]["copies"][0]["fits"] is False and Machine.from_json(json.dumps(read["machine"])) == MACHINE

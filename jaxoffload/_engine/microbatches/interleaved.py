@@ -27,7 +27,7 @@ import jax.numpy as jnp
 from jax import lax
 from jax.extend.core import Jaxpr, JaxprEqn
 
-from ..._jax import INTERLEAVED, Call, Compilation, Results, define, when_compiled
+from ..._jax import INTERLEAVED, Call, Compilation, Results, dce_jaxpr, define, when_compiled
 from ..host.need import Need, need_of, returned_on_host
 from ..host.slow_copies import lower_and_note
 from ..layers.loops import DifferentiatedTwice
@@ -189,6 +189,20 @@ def _batch(axis: Any, args: Sequence[Any], dims: Sequence[Any], **params: Any) -
     return outs, [0] * len(outs)
 
 
+def _without_dead_code(used: Sequence[bool], *rest: Any) -> tuple[list[bool], JaxprEqn | None]:
+    """Drop what no result needs in there, such as the residuals of a scan under `stop_gradient`.
+
+    Not on stages: steps that were measured there take as long as with all that ticks compute.
+    """
+    eqn: JaxprEqn = rest[-1]  # jax 0.12 passes before it which inputs are live
+    if not any(used) and not eqn.effects:
+        return [False] * len(eqn.invars), None
+    if is_staged(eqn):
+        return [True] * len(eqn.invars), eqn
+    live, _ = dce_jaxpr(eqn.params["call_jaxpr"], [True] * len(eqn.outvars), True)
+    return [True] * len(eqn.invars), eqn.replace(params=eqn.params | {"call_jaxpr": live})
+
+
 _noting = lower_and_note(lambda *, loops, **_: any(of_scan.offloads for of_scan in loops))
 
 
@@ -205,6 +219,7 @@ define(
     jvp=_refuse,
     batch=_batch,
     lower=_lower,
+    dce=_without_dead_code,
 )
 
 

@@ -9,15 +9,17 @@ A choice keeps some names for the backward pass, and moves some of these to the 
 `predict` knows it better from a trace of the step under the policy of a choice; these estimates say which to trace.
 """
 
-import itertools
-from collections.abc import Sequence
+import dataclasses
+import math
+from collections.abc import Iterable, Iterator
 from typing import Any, NamedTuple
 
-import numpy as np
-
+from ..._policy import Policy
 from .._predict.machine import Bus
 from .._predict.scans import Stack
-from .costs import Costs, Kept, LayerCost, Step, Table, Unit
+from .costs import Costs, LayerCost, Step, Table
+from .names import Kept, Names
+from .patterns import policy_of
 
 
 class Choice(NamedTuple):
@@ -36,156 +38,100 @@ class Choice(NamedTuple):
     layers: int
 
 
-class Outcome(NamedTuple):
-    """The step of each candidate by counts of layers: nanoseconds, bytes per device, bytes on the host."""
+def curve_of(step: Step, table: Table, host_budget: int) -> list[Choice]:
+    """Return the choices that no other one beats, and those that move nothing and that no other such one beats.
 
-    ns: Any
-    device: Any
-    host: Any
-
-
-def outcome(step: Step, costs: Costs, moved: Any, layers: Any) -> Outcome:
-    """Return the time and the bytes of candidates that keep the same names.
-
-    Args:
-      costs: of the layers that keep them.
-      moved: for each candidate which units it moves, (candidates, units) bool, in the order of `units_of`.
-      layers: how many layers offload, (counts,).
+    They are in the order of bytes per device, and need no more on the host than its budget.
     """
-    units, each = units_of(costs), list(zip(step.stacks, costs, strict=True))
-    sizes = [np.array([cost.movable.get(unit, 0) for unit in units], np.int64) for cost in costs]
-    moving = [(moved @ of_units)[:, None] for of_units in sizes]
-    counts = [_offloading(step, stack, size, layers) for stack, size in zip(step.stacks, moving, strict=True)]
-    beside = np.any([(n > 0) & (s.microbatches > 1) for s, n in zip(step.stacks, counts, strict=True)], axis=0)
-    seconds, (residuals, host, working) = np.full(beside.shape, step.seconds), np.zeros((3, *beside.shape), np.int64)
-    for (stack, cost), size, n in zip(each, moving, counts, strict=True):
-        interleaves = beside & (stack.microbatches > 1)
-        sets, copying = np.where(interleaves, 2, stack.sets), n + ((n > 0) & (n < stack.layers))
-        exposed = _in_turn(step.bus, stack, cost, size)
-        if stack.schedule:
-            exposed = _beside(step.bus, stack, cost, size)
-        elif stack.microbatches > 1:
-            exposed = np.where(interleaves, _beside(step.bus, stack, cost, size), exposed)
-        seconds += stack.runs * stack.layers * cost.seconds + copying * exposed
-        residuals += sets * (stack.layers * cost.kept - n * size + cost.once)
-        working = np.maximum(working, cost.working + (n > 0) * size)
-        host += sets * (n + (n > 0)) * size  # and a padding row
-    return Outcome(np.maximum(1, np.rint(1e9 * seconds)).astype(np.int64), step.other + residuals + working, host)
+    counts = _layer_counts(step)
+    every = [
+        estimated(step, kept, costs, moved, layers)
+        for kept, costs in table.items()
+        for moved in _moved_sets(step, costs)
+        for layers in (counts if moved else counts[:1])
+    ]
+    fitting = sorted((choice for choice in every if choice.host <= host_budget), key=_order)
+    unmoved = [choice for choice in fitting if not choice.host]
+    return sorted(dict.fromkeys([*_undominated(fitting), *_undominated(unmoved)]), key=_order)
 
 
-def _offloading(step: Step, stack: Stack, moving: Any, layers: Any) -> Any:
-    """Return how many layers of a stack, or of a chunk of one, offload."""
-    most = stack.may_offload(step.resident) // stack.chunks
-    return np.where(moving > 0, np.minimum(layers // stack.chunks, most), 0)
+def _order(choice: Choice) -> tuple[int, int, int]:
+    return choice.device, choice.ns, choice.host
 
 
-def _in_turn(bus: Bus, stack: Stack, cost: LayerCost, moving: Any) -> Any:
-    """Return by how many seconds a layer's copies take longer than its passes, each beside its own."""
-    return stack.runs * (_longer(moving, bus.d2h, cost.forward) + _longer(moving, bus.h2d, cost.backward))
+def _undominated(choices: Iterable[Choice]) -> Iterator[Choice]:
+    """Yield those than which none before it is faster, or as fast with less on the host."""
+    best = math.inf, math.inf
+    for choice in choices:
+        if (choice.ns, choice.host) < best:
+            best = choice.ns, choice.host
+            yield choice
 
 
-def _beside(bus: Bus, stack: Stack, cost: LayerCost, moving: Any) -> Any:
-    """Return those seconds where one microbatch's passes run beside another's, except for the first and the last pass;
-    on pipeline stages, for the first and the last ticks."""
+def estimated(step: Step, kept: Kept, costs: Costs, moved: Kept, layers: int) -> Choice:
+    """Return the choice to keep and to move these units in so many layers; `costs`: of layers that keep them."""
+    seconds, device, host, row = step.seconds, step.other, 0, 0
+    sizes = [sum(cost.movable.get(unit, 0) for unit in moved) for cost in costs]
+    most = [stack.may_offload(step.resident) if size else 0 for stack, size in zip(step.stacks, sizes, strict=True)]
+    counts = [min(layers, m) // stack.chunks for stack, m in zip(step.stacks, most, strict=True)]
+    interleaves = any(n and stack.microbatches > 1 for stack, n in zip(step.stacks, counts, strict=True))
+    for stack, cost, size, n in zip(step.stacks, costs, sizes, counts, strict=True):
+        sets = 2 if interleaves and stack.microbatches > 1 else stack.sets
+        copying = n + (0 < n < stack.layers)  # the iteration after the last one copies, too
+        seconds += stack.runs * (stack.layers * cost.seconds + copying * step.copying * size)
+        seconds += copying * exposed(step.bus, stack, cost, size)
+        device += sets * (stack.layers * cost.kept - n * size + cost.once)
+        host += sets * (n + 1) * size if n else 0  # with a padding row
+        row = max(row, size if n else 0)
+    return Choice(max(1, round(1e9 * seconds)), device + row, host, kept, moved, layers)
+
+
+def exposed(bus: Bus, stack: Stack, cost: LayerCost, size: int) -> float:
+    """Return by how many seconds a layer's copies take longer than its passes, in all runs.
+
+    One microbatch's passes run beside another's, except for the first and the last one, and on pipeline stages, for
+    those in the first and the last ticks.
+    """
     passes, alone = (stack.schedule.forward_stop, stack.chunks) if stack.schedule else (stack.microbatches, 1)
-    pair = np.maximum(0.0, moving / bus.together / 1e9 - cost.seconds)
-    lone = _longer(moving, bus.d2h, cost.forward) + _longer(moving, bus.h2d, cost.backward)
-    return stack.runs // passes * ((passes - alone) * pair + alone * lone)
+    longer = lambda gb_s, seconds: max(0.0, size / gb_s / 1e9 - seconds)
+    lone = longer(bus.d2h, cost.forward) + longer(bus.h2d, cost.backward)
+    return stack.runs // passes * ((passes - alone) * longer(bus.together, cost.forward + cost.backward) + alone * lone)
 
 
-def _longer(size: Any, gb_s: float, seconds: float) -> Any:
-    return np.maximum(0.0, size / gb_s / 1e9 - seconds)
+_MOST_COUNTS = 32
+_MOST_SETS = 200
 
 
-def units_of(costs: Costs) -> list[Unit]:
-    """Return what may go to the host in some stack, in order."""
-    return sorted({unit for cost in costs for unit, size in cost.movable.items() if size})
-
-
-_MOST_UNITS = 12  # of so many, all sets are tried
-_MOST_COUNTS = 33
-
-
-class Curves:
-    """The undominated choices for some budgets of host memory, as a table grows: only new rows are computed.
-
-    They are ordered by bytes per device: each is faster than those before it, or as fast with fewer bytes on the host.
-    """
-
-    def __init__(self, step: Step, host_budgets: Sequence[int]):
-        self.step, self.host_budgets, self.counts = step, host_budgets, _layer_counts(step)
-        self.known: dict[Kept, tuple[list[Unit], Any, list[Any]]] = {}
-
-    def of(self, table: Table) -> list[list[Choice]]:
-        """Return the curve of each budget; `table` has all sets of earlier calls."""
-        # Where `fixed` moves a unit, sets without it only say what recomputing it costs.
-        in_any_case = self.step.moved & self.step.recomputable
-        for kept in table:
-            if in_any_case <= kept and kept not in self.known:
-                self.known[kept] = self._best(table[kept])
-        return [self._curve(budget) for budget in range(len(self.host_budgets))]
-
-    def _best(self, costs: Costs) -> tuple[list[Unit], Any, list[Any]]:
-        """Return the units of those that keep these names, which sets of them may be moved, (sets, units), and for each
-        budget the undominated ones as columns: ns, device, host, the number of the set, how many layers."""
-        units, movable = units_of(costs), self.step.movable - self.step.moved
-        free, always = [u in movable for u in units], [u in self.step.moved for u in units]
-        sets, found = _subsets(units, free, costs, always), []
-        out = outcome(self.step, costs, sets, self.counts)
-        for host_budget in self.host_budgets:
-            rows, columns = np.nonzero(out.host <= host_budget)
-            sizes = [of[rows, columns] for of in out]
-            all_ = np.array([*sizes, rows, self.counts[columns]])
-            found.append(all_[:, _undominated(*sizes)])
-        return units, sets, found
-
-    def _curve(self, budget: int) -> list[Choice]:
-        each = list(self.known.items())
-        number = [np.full((1, found[budget].shape[1]), n) for n, (_, (_, _, found)) in enumerate(each)]
-        columns = np.vstack([np.hstack([found[budget] for _, (_, _, found) in each]), np.hstack(number)])
-        best = columns[:, _undominated(*columns[:3])].T.tolist()
-
-        def choice(ns: int, device: int, host: int, row: int, layers: int, number: int) -> Choice:
-            kept, (units, sets, _) = each[number]
-            return Choice(ns, device, host, kept, frozenset(itertools.compress(units, sets[row])), layers)
-
-        return list(itertools.starmap(choice, best))
-
-
-def _layer_counts(step: Step) -> Any:
+def _layer_counts(step: Step) -> list[int]:
     """Return how many layers may offload. On pipeline stages it is as many in each chunk, and never a single one."""
     most = max(stack.may_offload(step.resident) for stack in step.stacks)
-    counts = np.unique(np.linspace(0, most, min(most + 1, _MOST_COUNTS)).round().astype(np.int64))
+    number = max(1, min(most, _MOST_COUNTS))
+    counts = {round(most * i / number) for i in range(number + 1)}
     for chunks in {stack.chunks for stack in step.stacks if stack.schedule}:
-        counts = np.unique(counts // chunks * chunks)
-        counts = counts[counts != chunks]
-    return counts
+        counts = {count // chunks * chunks for count in counts} - {chunks}
+    return sorted(counts)
 
 
-def _subsets(units: list[Unit], free: list[bool], costs: Costs, always: list[bool]) -> Any:
-    """Return what may be moved together, (sets, units) bool: all sets, or those of the largest and the smallest."""
-    numbers = [i for i, f in enumerate(free) if f]
-    if len(numbers) <= _MOST_UNITS:
-        bits = np.arange(2 ** len(numbers))[:, None] >> np.arange(len(numbers))[::-1] & 1 == 1
-    else:
-        size = lambda i: sum(cost.movable.get(units[i], 0) for cost in costs)
-        order = np.argsort([size(i) for i in numbers], kind="stable")
-        rank = np.argsort(order)
-        bits = np.array([rank < n for n in range(len(numbers) + 1)] + [rank >= n for n in range(1, len(numbers))])
-    sets = np.tile(np.array(always, bool), (len(bits), 1))
-    sets[:, numbers] = bits.reshape(len(bits), len(numbers))
-    return sets
+def _moved_sets(step: Step, costs: Costs) -> list[Kept]:
+    """Return what may be moved together, one set of units for each number of bytes; of too many, every second one."""
+    units = sorted({unit for cost in costs for unit in cost.movable})
+    sets = {(0,) * len(costs): step.moved.intersection(units)}
+    for unit in units:
+        for sizes, moved in list(sets.items()) if unit not in step.moved else ():
+            more = tuple(size + cost.movable.get(unit, 0) for size, cost in zip(sizes, costs, strict=True))
+            sets.setdefault(more, moved | {unit})
+        if len(sets) > _MOST_SETS:
+            *some, most = sorted(sets)
+            sets = {sizes: sets[sizes] for sizes in (*some[::2], most)}
+    return list(sets.values())
 
 
-def _undominated(ns: Any, device: Any, host: Any) -> Any:
-    """Return the numbers of those that no other one with as few bytes on the device beats in (ns, host)."""
-    if not len(ns):
-        return np.zeros(0, np.int64)
-    order = np.lexsort((host, ns))
-    differs = (np.diff(ns[order]) != 0) | (np.diff(host[order]) != 0)
-    rank = np.empty(len(ns), np.int64)
-    rank[order] = np.concatenate([[0], np.cumsum(differs)])
-    by_device = np.lexsort((rank, device))
-    lowest = np.minimum.accumulate(rank[by_device])
-    before = np.concatenate([[lowest[0] + 1], lowest[:-1]])
-    return by_device[rank[by_device] < before]
+def policy_for(choice: Choice, costs: Costs, step: Step, names: Names, fixed: Policy) -> Policy:
+    """Return the policy of a choice; it names what layers keep. `costs`: of its layers."""
+    # Where nothing is left of a unit, others lead to it.
+    is_kept = lambda unit: unit not in names.movable or any(unit in cost.movable for cost in costs)
+    kept = frozenset(filter(is_kept, choice.kept))
+    is_all = not choice.moved or choice.layers >= max(stack.may_offload(step.resident) for stack in step.stacks)
+    layers = "all" if is_all else choice.layers
+    how: dict[str, Any] = {"offload_layers": layers, "other_layers": "save"}
+    return policy_of(kept & choice.moved, kept - choice.moved, names.recomputable, dataclasses.replace(fixed, **how))

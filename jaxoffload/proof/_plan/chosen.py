@@ -1,8 +1,8 @@
 """Choose from a curve: the fastest by `predict` of those that fit, by XLA's memory where XLA can be asked."""
 
-import math
+import bisect
 import warnings
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 import jax
@@ -15,9 +15,8 @@ from .._program.memory import memory_plan
 from .._program.results import run_of
 from .choices import Choice
 
-_ERROR = 0.01  # of a step: what estimates of choices that are nearly as fast may be apart, beside what `predict` says
-_BEYOND = 1.1  # of the budget: choices that are estimated to need so much may fit
-_MOST_FITTING, _MOST_TRACED, _MOST_SIZED = 8, 16, 8
+_NEAR = 2  # choices on either side of the largest that fits are looked at
+_MOST_SIZED = 8
 _MOVES = 0.01  # of a step: for less nothing is moved where moving nothing fits
 
 
@@ -27,74 +26,60 @@ def chosen(
     host_limit: int,
     predicted: Callable[[Choice], Prediction],
     size_of: Callable[[Choice], int],
-) -> tuple[Choice | None, dict[Choice, int]]:
-    """Return the fastest choice found that fits in `limit` bytes per device, or None; and the size of each looked at.
+    sizes: dict[Choice, int],
+) -> Choice | None:
+    """Return the fastest choice found that fits in `limit` bytes per device, or None.
 
-    What a choice takes more or less than predicted corrects the budget for those that move something, too, or nothing,
-    until the choice is one whose size is known.
+    The more bytes a choice takes, the less time: so the largest that is predicted to fit is searched by bisection, of
+    those that move something and of those that move nothing. What one takes more or less than predicted corrects the
+    others of its kind, until the choice is one whose size is known.
+
+    `sizes`: those that are known, to which those of the choices that are looked at are added.
     """
-    left, sizes, more = list(curve), dict[Choice, int](), {True: 0, False: 0}
-    fits = lambda: [c for c, size in sizes.items() if size <= limit and predicted(c).host <= host_limit]
-    while left and not (fits() and len(sizes) >= _MOST_SIZED):
-        choice = _fastest(left, limit, more, host_limit, predicted)
-        if choice in sizes:
-            break
+    kinds = [[choice for choice in curve if bool(choice.host) is moves] for moves in (True, False)]
+    more = {bool(choice.host): sizes[choice] - predicted(choice).memory.total for choice in sizes}
+
+    def size(choice: Choice) -> int:
+        return sizes.get(choice, predicted(choice).memory.total + more.get(bool(choice.host), 0))
+
+    def fits(choice: Choice) -> bool:
+        return size(choice) <= limit and predicted(choice).host <= host_limit
+
+    def best() -> Choice:
+        """Return the fastest that seems to fit, or else the smallest."""
+        near = []
+        for kind in kinds:
+            first = bisect.bisect(kind, False, key=lambda choice: size(choice) > limit)
+            near += kind[max(0, first - _NEAR) : first + _NEAR]
+        return _fastest(filter(fits, near), predicted) or min(near, key=size)
+
+    most = len(sizes) + _MOST_SIZED
+    while (choice := best()) not in sizes and len(sizes) < most:
         sizes[choice] = size_of(choice)
-        more[bool(predicted(choice).host)] = sizes[choice] - predicted(choice).memory.total
-        if choice not in fits():
-            left.remove(choice)
-            if len(sizes) >= _MOST_SIZED:  # only smaller ones may still fit
-                left = [c for c in left if c.device < min(of.device for of in sizes)]
-    return _best({choice: predicted(choice) for choice in fits()}), sizes
+        more[bool(choice.host)] = sizes[choice] - predicted(choice).memory.total
+    return _fastest(filter(fits, sizes), predicted)
 
 
-def _fastest(
-    curve: Sequence[Choice],
-    limit: int,
-    more: Mapping[bool, int],
-    host_limit: int,
-    predicted: Callable[[Choice], Prediction],
-) -> Choice:
-    """Return the fastest of the choices that are predicted to fit, or else the smallest one.
-
-    `more`: bytes that those which move something, or nothing, take beside what is predicted.
-    """
-    smallest = min(curve, key=lambda choice: choice.device)
-    size = lambda of: of.memory.total + more[bool(of.host)]
-    traced, fitting = {smallest: predicted(smallest)}, dict[Choice, Prediction]()
-    less, before = 0, 1
-    while less < before:  # the fastest are skipped until it is known how much less they take than was estimated
-        before, low, best = less, math.inf, math.inf
-        for choice in sorted(curve, key=lambda choice: (choice.ns, choice.host)):
-            if len(fitting) == _MOST_FITTING or (1 - _ERROR) * low * choice.ns > best:
-                break
-            nearly = choice.device <= max(_BEYOND * limit, limit - less)
-            if choice in traced or (nearly and len(traced) <= _MOST_TRACED):
-                traced[choice] = of = predicted(choice)
-                low, less = min(low, of.step_ms / choice.ns), min(less, size(of) - choice.device)
-                if size(of) <= limit and of.host <= host_limit:
-                    fitting[choice] = of
-                    best = min(best, of.step_ms)
-    return _best(fitting) or min(traced, key=lambda choice: (traced[choice].host > host_limit, size(traced[choice])))
-
-
-def _best(fitting: Mapping[Choice, Prediction]) -> Choice | None:
+def _fastest(choices: Iterable[Choice], predicted: Callable[[Choice], Prediction]) -> Choice | None:
     """Return the fastest of these, or of those that move nothing if that is nearly as fast; None if there are none."""
-    best = min((of.step_ms for of in fitting.values()), default=0.0)
-    unmoved = [choice for choice, of in fitting.items() if not of.host and of.step_ms <= (1 + _MOVES) * best]
-    return min(unmoved or fitting, key=lambda choice: fitting[choice].step_ms, default=None)
+    ms = {choice: predicted(choice).step_ms for choice in choices}
+    unmoved = [choice for choice in ms if not choice.host and ms[choice] <= (1 + _MOVES) * min(ms.values())]
+    return min(unmoved or ms, key=ms.__getitem__, default=None)
 
 
-def compiled_bytes(f: Callable[..., Any], args: tuple[Any, ...], policy: Policy) -> int | None:
-    """Return the bytes per device that XLA plans for a step under a policy, or for a loss and its gradient; None if it
-    does not say.
+def lowering(f: Callable[..., Any], args: tuple[Any, ...]) -> Callable[..., Any]:
+    """Return what lowers a step, or a loss and its gradient, for its arguments.
 
     A jitted step keeps what it donates; the arguments of any other step are donated.
     """
-    lower = getattr(f, "lower", None)
-    run, is_loss = run_of(Trial(policy).traced(f), args)
-    if is_loss or lower is None:
-        lower = jax.jit(run, donate_argnums=() if is_loss else range(len(args))).lower
+    run, is_loss = run_of(f, args)
+    if is_loss or not hasattr(f, "lower"):
+        return jax.jit(run, donate_argnums=() if is_loss else range(len(args))).lower
+    return f.lower
+
+
+def compiled_bytes(lower: Callable[..., Any], args: tuple[Any, ...], policy: Policy) -> int | None:
+    """Return the bytes per device that XLA plans for a step under a policy; None if it does not say."""
     with under(whole_program=True), warnings.catch_warnings():
         warnings.filterwarnings("ignore", message="Some donated buffers were not usable")
         program = Trial(policy).traced(lower)(*args).compile(compiler_options("gpu"))

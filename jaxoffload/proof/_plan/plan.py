@@ -17,16 +17,15 @@ from ..._policy import Policy, check_switches, size_in_bytes
 from ..._text import GIB, readable, short
 from .._predict.machine import Machine, known_machine
 from .._predict.predict import Prediction, predict
-from .choices import Choice
-from .chosen import chosen, compiled_bytes, where_not_on_gpus
+from .choices import Choice, curve_of, policy_for
+from .chosen import chosen, compiled_bytes, lowering, where_not_on_gpus
+from .costs import priced
 from .errors import CannotPlan, NothingFits
-from .patterns import policy_for
-from .priced import priced
-from .result import Plan, differences
-from .search import pool, searched
+from .result import Plan
+from .search import beside, looked_at
 
 RESERVE = 0.05  # of the device's memory
-_WORTH = 0.002  # of a step: a gain below it is worth no line
+_WORTH = 0.01  # of a step: a gain below it is worth no line
 
 
 @without_remat3
@@ -97,15 +96,23 @@ def plan(
             f"{where}"
         )
     step, names, costs, untagged = priced(f, args, fixed, rates)
-    table = pool(names.least, names.free, costs, step.stacks)
-    table, curve = searched(step, table, names.free, costs, on_host)
-    policy = lambda choice: policy_for(choice, step, table, fixed)
+    table = looked_at(names.least, names.free, costs, step.stacks)
+    policy = functools.cache(lambda choice: policy_for(choice, table[choice.kept], step, names, fixed))
     predicted = functools.cache(lambda choice: predict(f, *args, machine=rates, policy=policy(choice)))
     guess = lambda choice: predicted(choice).memory.total
-    xla = functools.cache(lambda choice: compiled_bytes(f, args, policy(choice)))
     asks = where is None if compile is None else compile
+    lower = functools.cache(lambda: lowering(f, args))
+    xla = functools.cache(lambda choice: compiled_bytes(lower(), args, policy(choice)))
     size_of = lambda choice: (xla(choice) if asks else None) or guess(choice)
-    choice, sizes = chosen(curve, limit, on_host, predicted, size_of)
+    sizes: dict[Choice, int] = {}
+    choices = curve_of(step, table, on_host)
+    choice = chosen(choices, limit, on_host, predicted, size_of, sizes)
+    if choice:
+        larger = [other for other in choices if bool(other.host) is bool(choice.host) and other.device > choice.device]
+        near = beside([of.kept for of in (choice, *larger[:1])], names.free)
+        table |= {kept: costs(kept) for kept in near if kept not in table}
+        choices = curve_of(step, table, on_host)
+        choice = chosen(choices, limit, on_host, predicted, size_of, sizes)
     if compile and not any(map(xla, sizes)):
         raise NotImplementedError("plan: compile=True: this backend says nothing of the memory that it plans")
     if choice is None:
@@ -117,29 +124,19 @@ def plan(
         compiled=xla(choice) if asks else None,
         budget=limit,
         host_budget=on_host,
-        limits=_limits(choice, curve, predicted, policy),
+        limits=_limits(choice, choices, predicted),
         untagged=untagged,
     )
 
 
-def _limits(
-    choice: Choice,
-    curve: Sequence[Choice],
-    predicted: Callable[[Choice], Prediction],
-    policy: Callable[[Choice], Policy],
-) -> str:
+def _limits(choice: Choice, curve: Sequence[Choice], predicted: Callable[[Choice], Prediction]) -> str:
     """Return what a little more memory would bring."""
-    larger = [c for c in curve if c.device > choice.device and c.ns <= choice.ns]
-    faster = [c for c in larger if c.ns <= (1 - _WORTH) * choice.ns]
-    if not larger:
-        return "nothing: all fits" if not predicted(choice).host else "nothing; more memory would save no time"
-    next_one = min(faster, key=lambda c: c.device) if faster else max(larger, key=lambda c: c.device)
-    now, then = predicted(choice), predicted(next_one)
-    if then.step_ms > (1 - _WORTH) * now.step_ms:
-        return f"more memory would save less than {_WORTH:.1%}"
-    changes = differences(policy(choice), policy(next_one)) or "offload other layers"
+    faster = [other for other in curve if other.device > choice.device and other.ns <= (1 - _WORTH) * choice.ns]
+    if not faster:
+        return f"nothing; more memory would save less than {_WORTH:.0%} of the step"
+    now, then = predicted(choice), predicted(faster[0])
     size = readable(max(0, then.memory.total - now.memory.total))
-    return f"some {size} more would {changes}: {then.step_ms / now.step_ms - 1:+.1%}"
+    return f"some {size} more would change the step by {then.step_ms / now.step_ms - 1:+.1%}"
 
 
 def _checked_policy(fixed: Any) -> Policy:

@@ -2,12 +2,14 @@
 
 import dataclasses
 import json
+import re
 
 from ..._policy import Policy
 from ..._text import readable
 from .._predict.memory import ERROR
 from .._predict.predict import Memory, Prediction
-from .patterns import as_yaml
+
+_PLAIN = re.compile(r"[A-Za-z_][\w./-]*")  # a pattern that YAML takes without quotes
 
 
 @dataclasses.dataclass(frozen=True)
@@ -64,21 +66,24 @@ class Plan:
 
     def to_yaml(self) -> str:
         """Return the policy as the `remat:` block of a config."""
-        return as_yaml(self.policy)
+        policy = self.policy
+        lines = ["remat:", "  residuals:" if policy.rules else "  residuals: {}"]
+        for pattern, decision in policy.rules:
+            lines.append(f"    {pattern if _PLAIN.fullmatch(pattern) else json.dumps(pattern)}: {decision}")
+        fields = ("default", "dots", "min_offload_bytes", "resident_layers", "offload_layers", "other_layers")
+        lines += [f"  {field}: {getattr(policy, field)}" for field in (*fields, "on_host_full")]
+        return "\n".join(lines) + "\n"
 
     def to_json(self) -> str:
         plain = {"compiled": self.compiled, "bytes": self.bytes, "budget": self.budget, "host_budget": self.host_budget}
         more = {"limits": self.limits, "untagged": self.untagged, "prediction": json.loads(self.prediction.to_json())}
-        return json.dumps({"policy": _as_dict(self.policy), **plain, **more})
+        policy = dataclasses.asdict(self.policy) | {"residuals": dict(self.policy.residuals)}
+        return json.dumps({"policy": policy, **plain, **more})
 
     @property
     def summary(self) -> str:
         how = "as XLA plans it" if self.compiled is not None else f"a guess from shapes, up to {ERROR:.0%} off"
         return f"{self.prediction.summary}; memory is {how}"
-
-    def differs(self, other: Policy) -> str:
-        """Return what another policy does that this plan does not."""
-        return differences(self.policy, other)
 
     def __str__(self) -> str:
         lines = [
@@ -92,22 +97,3 @@ class Plan:
             self.to_yaml().rstrip(),
         ]
         return "\n".join(lines)
-
-
-def _as_dict(policy: Policy) -> dict[str, object]:
-    return dataclasses.asdict(policy) | {"residuals": dict(policy.residuals)}
-
-
-def differences(policy: Policy, other: Policy) -> str:
-    """Return what the other policy does differently: "save attn/q", or "offload 20 layers"."""
-    here, there = dict(policy.residuals), dict(other.residuals)
-    changed = [
-        (there.get(name, other.default), name)
-        for name in sorted({*here, *there})
-        if here.get(name, policy.default) != there.get(name, other.default)
-    ]
-    words = [f"{decision} {name}" for decision, name in changed[:3]]
-    if len(changed) > 3:
-        words.append(f"change {len(changed) - 3} more")
-    moves = "offload" in there.values() and not changed
-    return ", ".join(words or [f"offload {other.offload_layers} layers"] * moves)

@@ -6,15 +6,15 @@ from typing import Any
 from jax.extend.core import Jaxpr, JaxprEqn, Var
 
 from ..._engine.jaxprs.walk import nested
+from ..._engine.layers.layer import Layer
 from ..._jax import MATMULS, OPAQUE, is_attention, nbytes, where_written
 from ..._text import array_type, readable
-from .._predict.joint import Passes
 
 
-def runs_again(layer: Passes) -> list[str]:
+def runs_again(layer: Layer, backward: Jaxpr) -> list[str]:
     """Return a line for each matmul, or other kernel, that the backward pass of a layer runs again."""
     size = len(layer.layout.kept)
-    again = _again(layer.backward, [i >= size for i in range(len(layer.backward.invars))])
+    again = _again(backward, [i >= size for i in range(len(backward.invars))])
     return list(dict.fromkeys(map(_line, again)))
 
 

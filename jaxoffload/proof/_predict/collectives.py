@@ -58,7 +58,7 @@ def weights_of(scan: Scan, args: Any) -> Iterator[Weight]:
     leaves = [(jnp.shape(leaf), getattr(leaf, "sharding", None)) for leaf in jax.tree.leaves(args)]
     leaves.sort(key=lambda leaf: division(leaf[1]), reverse=True)
     shardings = {shape: sharding for shape, sharding in leaves if isinstance(sharding, NamedSharding)}
-    layer = scan.loops.segments[0].layer
+    layer = scan.layer
     body = Body(layer.forward, layer.consts, layer.carry)
     batch, program = _batch_axes(body, args), straight(body.jaxpr)
     cast = {op.operands[0]: op.results[0] for op in program.ops if op.eqn.primitive is convert_element_type_p}

@@ -7,14 +7,12 @@ import itertools
 import json
 import math
 import os
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import jax
 
 from ..._policy import check_switches
-from ..._text import readable
 from .._rates import AttentionRate, Gemms, Link, RatesByShape, between
 from . import measure
 from .measure import Bus as Bus
@@ -90,8 +88,9 @@ class Machine(RatesByShape):
             made = cls(**read)
             for field in dataclasses.fields(made):
                 value = getattr(made, field.name)
-                is_measured = field.type is not str and value is not field.default
-                if is_measured and (wrong := [n for n in _numbers(value) if not _is_rate(n)]):
+                numbers = jax.tree.leaves(value, is_leaf=lambda x: x is None)
+                wrong = [x for x in numbers if not (isinstance(x, (int, float)) and 0 < x < math.inf)]
+                if wrong and field.type is not str and value is not field.default:
                     raise ValueError(f"{field.name}: {wrong[0]!r} is not a rate")
             if made.link and not _is_complete(made.link):
                 raise ValueError("link: needs sizes that ascend, and a rate of each collective for each of them")
@@ -105,33 +104,15 @@ class Machine(RatesByShape):
         rows = {"one GPU": self.one} | ({"each of all GPUs": self.all} if self.gpus > 1 else {})
         for what, bus in rows.items():
             lines.append(f"{what:28} {bus.d2h:12.1f} {bus.h2d:8.1f} {bus.together:17.1f}")
-        fused = f", {self.fused_gb_s:.0f} in activations" if self.fused_gb_s else ""
-        lines.append(f"bfloat16 matmuls {self.gemm_tflops:.0f} TFLOP/s, device memory {self.hbm_gb_s:.0f} GB/s{fused}")
-        if self.gemms:
-            lines.append("  " + ", ".join(f"{what} {rate:.0f}" for what, rate in self.gemms._asdict().items()))
-        forward, backward = self.attention_tflops
-        lines.append(f"causal attention {forward:.0f} TFLOP/s forward, {backward:.0f} backward")
-        for width, length, *rates in self.attention:
-            lines.append(f"  heads of {width}, length {length}: {rates[0]:.0f} forward, {rates[1]:.0f} backward")
-        if self.link:
-            lines.append(f"collectives of {self.link.gpus} GPUs, GB/s of {', '.join(map(readable, self.link.sizes))}")
-            for what in ("all_gather", "reduce_scatter", "all_to_all"):
-                lines.append(f"  {what:14} {', '.join(f'{rate:.0f}' for rate in getattr(self.link, what))}")
-            lines.append(f"  matmuls beside them take longer by {self.link.beside:.0%} of their time")
+        words = lambda x: ", ".join(f"{k} {v}" for k, v in x._asdict().items()) if hasattr(x, "_asdict") else x
+        for field in dataclasses.fields(RatesByShape):
+            value = getattr(self, field.name)
+            each = value if field.name == "attention" else [value] * (value is not None)
+            lines += [f"{field.name:17} {words(one)}" for one in each]
         return "\n".join(lines)
 
 
 _OF_A_HOST = 8  # GPUs, at most
-
-
-def _numbers(found: Any) -> Iterator[Any]:
-    """Yield what a field consists of."""
-    for each in found if isinstance(found, tuple) else (found,):
-        yield from _numbers(each) if isinstance(each, tuple) else (each,)
-
-
-def _is_rate(number: Any) -> bool:
-    return isinstance(number, (int, float)) and 0 < number < math.inf
 
 
 def _is_complete(link: Link) -> bool:
@@ -197,37 +178,25 @@ def _file() -> Path:
     return cache / f"{name.replace(' ', '-').replace('/', '-')}.json"
 
 
-def _measured(devices: list[Any], sizes: measure.Sizes = measure.SIZES) -> Machine:
-    large = measure.large_gemm(sizes)  # first: it warms the device as a training step does
-    attention = measure.attention(sizes)
+def _measured(devices: list[Any], scale: int = 1) -> Machine:
+    """Measure devices with matrices whose sides are divided by `scale`, and bytes by its square."""
+    large = measure.large_gemm(scale)  # first: it warms the device as a training step does
+    attention = measure.attention(scale)
     longest = max(attention, key=lambda a: (a.width, a.length), default=None)
-    one = measure.bus(devices[:1], sizes)
-    return _rounded(
-        Machine(
-            device=devices[0].device_kind,
-            gpus=len(devices),
-            jaxlib=importlib.metadata.version("jaxlib"),
-            one=one,
-            all=measure.bus(devices, sizes) if len(devices) > 1 else one,
-            gemm_tflops=large,
-            attention_tflops=(longest.forward, longest.backward) if longest else (large, large),
-            hbm_gb_s=measure.hbm(sizes),
-            gemms=measure.gemms(sizes),
-            attention=attention,
-            fused_gb_s=measure.fused(sizes),
-            link=measure.link(devices, sizes),
-        )
-    )
-
-
-def _rounded(found: Any) -> Any:
-    """Round numbers to four digits, which are more than is known."""
-    if isinstance(found, float):
-        return float(f"{found:.4g}")
-    if isinstance(found, Machine):
-        fields = {field.name: _rounded(getattr(found, field.name)) for field in dataclasses.fields(found)}
-        return Machine(**fields)
-    if isinstance(found, tuple):
-        made = [_rounded(each) for each in found]
-        return type(found)(*made) if hasattr(found, "_fields") else tuple(made)
-    return found
+    one = measure.bus(devices[:1], scale)
+    text = Machine(
+        device=devices[0].device_kind,
+        gpus=len(devices),
+        jaxlib=importlib.metadata.version("jaxlib"),
+        one=one,
+        all=measure.bus(devices, scale) if len(devices) > 1 else one,
+        gemm_tflops=large,
+        attention_tflops=(longest.forward, longest.backward) if longest else (large, large),
+        hbm_gb_s=measure.hbm(scale),
+        gemms=measure.gemms(scale),
+        attention=attention,
+        fused_gb_s=measure.fused(scale),
+        link=measure.link(devices, scale),
+    ).to_json()
+    four_digits = lambda number: float(f"{float(number):.4g}")  # which are more than is known
+    return Machine.from_json(json.dumps(json.loads(text, parse_float=four_digits)))

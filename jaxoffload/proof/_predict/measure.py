@@ -36,46 +36,7 @@ class Bus(NamedTuple):
     together: float
 
 
-class Attended(NamedTuple):
-    """Sequences of causal attention; a key and its value are shared by four heads."""
-
-    batch: int
-    length: int
-    heads: int
-    width: int
-
-
-class Sizes(NamedTuple):
-    """The sizes that are measured: sides of matrices, and bytes. All values are bfloat16 unless told otherwise.
-
-    Attributes:
-      copied: bytes of each copy over the bus, and of what is read and written once in the device's memory.
-      side: of a large square matmul; `rows`, `wide`, `narrow` and `few`: of others.
-      experts, small_experts: groups, rows of all groups together, and the sides of each matrix.
-      link: bytes of the arrays in collectives, ascending.
-      seconds: how long the device is busy at least for each number, so that its clocks are those of a training step,
-        which draws as much power as the device may.
-    """
-
-    copied: int = GIB
-    side: int = 8192
-    rows: int = 16384
-    wide: int = 4096
-    narrow: int = NARROW
-    few: int = 512
-    experts: tuple[int, int, int, int] = (8, 32768, 4096, 14336)
-    small_experts: tuple[int, int, int, int] = (64, 131072, 2048, 768)
-    attention: tuple[Attended, ...] = (
-        Attended(8, 2048, 64, 64),
-        Attended(2, 8192, 64, 64),
-        Attended(8, 2048, 32, 128),
-        Attended(2, 8192, 32, 128),
-    )
-    link: tuple[int, ...] = (2**20, 2**24, 2**28)
-    seconds: float = 0.3
-
-
-SIZES = Sizes()  # of a GPU
+_SECONDS = 0.3  # the device is busy for each number at least: its clocks are then those of a training step
 
 
 def seconds_of(call: Callable[[], Any], least: float, runs: int = 3) -> float:
@@ -93,9 +54,9 @@ def seconds_of(call: Callable[[], Any], least: float, runs: int = 3) -> float:
     return statistics.median(run(times) for _ in range(runs))
 
 
-def bus(devices: Sequence[Any], sizes: Sizes) -> Bus:
+def bus(devices: Sequence[Any], scale: int) -> Bus:
     """Return the rates of each device while all of these copy."""
-    size, runs = sizes.copied, []
+    size, runs = GIB // scale**2, []
     for device in devices:
         here = SingleDeviceSharding(device)
         host = here.with_memory_kind("pinned_host")
@@ -120,39 +81,41 @@ def _drawn(*shape: int) -> jax.Array:
     return repeated.reshape(-1)[: math.prod(shape)].reshape(shape)
 
 
-def large_gemm(sizes: Sizes) -> float:
+def large_gemm(scale: int) -> float:
     """Measure the TFLOP/s of square matmuls."""
-    x, w = _drawn(sizes.side, sizes.side), _drawn(sizes.side, sizes.side)
-    return 2 * sizes.side**3 / seconds_of(functools.partial(jax.jit(jnp.dot), x, w), 2 * sizes.seconds) / 1e12
+    x, w = (_drawn(8192 // scale, 8192 // scale) for _ in range(2))
+    return 2 * len(x) ** 3 / seconds_of(functools.partial(jax.jit(jnp.dot), x, w), 2 * _SECONDS / scale) / 1e12
 
 
 _IN_TURN = 16  # small matmuls or collectives in a program, so that starting it takes no time beside them
 
 
-def gemms(sizes: Sizes) -> Gemms:
+def gemms(scale: int) -> Gemms:
     """Measure the TFLOP/s of other matmuls."""
-    rows, wide, narrow, few = sizes.rows, sizes.wide, sizes.narrow, sizes.few
-    w, into, out = _drawn(wide, wide), _drawn(wide, narrow), _drawn(narrow, wide)
+    side, rows, wide, narrow, few = (size // scale for size in (8192, 16384, 4096, NARROW, 512))
+    square, w, into, out = _drawn(side, side), _drawn(wide, wide), _drawn(wide, narrow), _drawn(narrow, wide)
     in_turn = lambda x, w: functools.reduce(lambda x, _: x @ w, range(_IN_TURN), x)
     both = lambda x, into, out: (x @ into) @ out  # a narrow result, and a narrow side that is contracted
     wider = functools.partial(jnp.dot, preferred_element_type=jnp.float32)
-    tflops = lambda flops, f, *xs: flops / seconds_of(functools.partial(jax.jit(f), *xs), sizes.seconds) / 1e12
-    square = _drawn(sizes.side, sizes.side)
+    tflops = lambda flops, f, *xs: flops / seconds_of(functools.partial(jax.jit(f), *xs), _SECONDS / scale) / 1e12
     return Gemms(
         small=tflops(_IN_TURN * 2 * few * wide * wide, in_turn, _drawn(few, wide), w),
         narrow=tflops(2 * 2 * rows * wide * narrow, both, _drawn(rows, wide), into, out),
-        float32=tflops(2 * sizes.side**3, wider, square, square),
-        grouped=_grouped(*sizes.experts, sizes),
-        grouped_narrow=_grouped(*sizes.small_experts, sizes),
+        float32=tflops(2 * side**3, wider, square, square),
+        grouped=_grouped(8, (32768, 4096, 14336), scale),
+        grouped_narrow=_grouped(64, (131072, 2048, 768), scale),
     )
 
 
 _PAIRS = 2  # of grouped GEMMs, to a wide side and back, so that starting a program takes no time beside them
 
 
-def _grouped(groups: int, rows: int, before: int, after: int, sizes: Sizes) -> float:
-    """Measure the TFLOP/s of grouped GEMMs, three for a forward and a backward pass, by the backend chosen here."""
-    rows = rows // groups * groups
+def _grouped(groups: int, sizes: Sequence[int], scale: int) -> float:
+    """Measure the TFLOP/s of grouped GEMMs, three for a forward and a backward pass, by the backend chosen here.
+
+    `sizes`: the rows of all groups together, and the sides of each matrix.
+    """
+    rows, before, after = (size // scale for size in sizes)
     x, each = _drawn(rows, before), jnp.full(groups, rows // groups, jnp.int32)
     ws = [_drawn(groups, *sides) for _ in range(_PAIRS) for sides in ((before, after), (after, before))]
 
@@ -164,36 +127,41 @@ def _grouped(groups: int, rows: int, before: int, after: int, sizes: Sizes) -> f
         return vjp(y)
 
     flops = len(ws) * 3 * 2 * rows * before * after
-    return flops / seconds_of(functools.partial(whole, x, ws), sizes.seconds) / 1e12
+    return flops / seconds_of(functools.partial(whole, x, ws), _SECONDS / scale) / 1e12
 
 
-def attention(sizes: Sizes) -> tuple[AttentionRate, ...]:
-    """Measure the TFLOP/s of cuDNN's attention by shape, without those that it cannot do."""
-    return tuple(rate for shape in sizes.attention if (rate := _attention(shape, sizes)))
+_ATTENDED = (8, 2048, 64), (2, 8192, 64), (8, 2048, 128), (2, 8192, 128)  # batch, length, width of heads
 
 
-def _attention(shape: Attended, sizes: Sizes) -> AttentionRate | None:
-    batch, length, heads, width = shape
+def attention(scale: int) -> tuple[AttentionRate, ...]:
+    """Measure the TFLOP/s of cuDNN's causal attention by shape, without those that it cannot do."""
+    return tuple(rate for shape in _ATTENDED if (rate := _attention(*shape, scale)))
+
+
+def _attention(batch: int, length: int, width: int, scale: int) -> AttentionRate | None:
+    """Measure heads that are 4096 wide together, four of which share a key and its value."""
+    length, heads = length // scale, 4096 // width
     q, k, v = (_drawn(batch, length, n, width) for n in (heads, heads // 4, heads // 4))
     kind = "cudnn" if jax.default_backend() == "gpu" else "xla"
     attend = jax.jit(functools.partial(jax.nn.dot_product_attention, is_causal=True, implementation=kind))
     try:
         out, vjp = jax.vjp(attend, q, k, v)
         backward = jax.jit(lambda vjp, cotangent: vjp(cotangent))
-        spent = [seconds_of(call, sizes.seconds) for call in (lambda: attend(q, k, v), lambda: backward(vjp, out))]
+        calls = (lambda: attend(q, k, v)), (lambda: backward(vjp, out))
+        spent = [seconds_of(call, _SECONDS / scale) for call in calls]
     except Exception:  # whatever cuDNN, or its absence, says
         return None
     flops = attention_flops(q.shape, k.shape, causal=True)
     return AttentionRate(width, length, flops / spent[0] / 1e12, 2.5 * flops / spent[1] / 1e12)
 
 
-def hbm(sizes: Sizes) -> float:
+def hbm(scale: int) -> float:
     """Measure the GB/s of the device's memory, read and written."""
-    x = jnp.ones(sizes.copied // 4, jnp.float32)
-    return 2 * sizes.copied / seconds_of(functools.partial(jax.jit(lambda x: x * 1.000001), x), sizes.seconds) / 1e9
+    x = jnp.ones(GIB // scale**2 // 4, jnp.float32)
+    return 2 * x.nbytes / seconds_of(functools.partial(jax.jit(lambda x: x * 1.000001), x), _SECONDS / scale) / 1e9
 
 
-def fused(sizes: Sizes) -> float:
+def fused(scale: int) -> float:
     """Measure the GB/s of a gated activation and a sum, forward and backward: the bytes that `cost` counts. No norms:
     what XLA reads twice there is little of a layer."""
     gated = lambda x, gate, up: x + jax.nn.silu(gate) * up
@@ -202,42 +170,38 @@ def fused(sizes: Sizes) -> float:
         y, vjp = jax.vjp(gated, x, gate, up)
         return y, vjp(x)
 
-    operands = [_drawn(sizes.rows, sizes.side) for _ in range(3)]
+    operands = [_drawn(16384 // scale, 8192 // scale) for _ in range(3)]
     one_gb_s = Rates(gemm_tflops=math.inf, attention_tflops=(math.inf, math.inf), hbm_gb_s=1.0)
     gb = cost(jax.make_jaxpr(whole)(*operands), one_gb_s).seconds
-    return gb / seconds_of(functools.partial(jax.jit(whole), *operands), sizes.seconds)
+    return gb / seconds_of(functools.partial(jax.jit(whole), *operands), _SECONDS / scale)
 
 
-class _Collective(NamedTuple):
-    """A collective: `run` maps what a device has to what it receives, `again` both to the operand of the next one."""
-
-    run: Callable[[jax.Array], jax.Array]
-    again: Callable[[jax.Array, jax.Array], jax.Array]
-
-
-_COLLECTIVES = {
-    "all_gather": _Collective(lambda x: lax.all_gather(x, "d", tiled=True), lambda x, y: y[: x.shape[0]]),
-    "reduce_scatter": _Collective(
-        lambda x: lax.psum_scatter(x, "d", tiled=True), lambda x, y: lax.dynamic_update_slice(x, y, (0,))
+# Each maps what a device has to what it receives; and both to the operand of the next one.
+_COLLECTIVES: dict[str, tuple[Callable[..., jax.Array], Callable[..., jax.Array]]] = {
+    "all_gather": (lambda x: lax.all_gather(x, "d", tiled=True), lambda x, y: y[: x.shape[0]]),
+    "reduce_scatter": (
+        lambda x: lax.psum_scatter(x, "d", tiled=True),
+        lambda x, y: lax.dynamic_update_slice(x, y, (0,)),
     ),
-    "all_to_all": _Collective(lambda x: lax.all_to_all(x, "d", 0, 0, tiled=True), lambda x, y: y),
+    "all_to_all": (lambda x: lax.all_to_all(x, "d", 0, 0, tiled=True), lambda x, y: y),
 }
+_SIZES = 2**20, 2**24, 2**28  # bytes of the arrays in collectives
 _LARGE = 2**26  # bytes: beside so many, starting a program takes no time
 
 
-def link(devices: Sequence[Any], sizes: Sizes) -> Link | None:
+def link(devices: Sequence[Any], scale: int) -> Link | None:
     """Measure the GB/s of collectives between all of these; None if there is one."""
     if len(devices) == 1:
         return None
-    mesh = Mesh(np.asarray(devices), "d")
+    mesh, sizes = Mesh(np.asarray(devices), "d"), tuple(size // scale**2 for size in _SIZES)
 
     def rate(what: str, size: int) -> float:
         call, received = collectives(what, mesh, size)
-        return received / seconds_of(call, sizes.seconds / 10) / 1e9
+        return received / seconds_of(call, _SECONDS / scale / 10) / 1e9
 
-    rates = {what: tuple(rate(what, size) for size in sizes.link) for what in _COLLECTIVES}
-    made = Link(mesh.size, sizes.link, rates["all_gather"], rates["reduce_scatter"], rates["all_to_all"])
-    return made._replace(beside=_beside(mesh, made, sizes))
+    rates = {what: tuple(rate(what, size) for size in sizes) for what in _COLLECTIVES}
+    made = Link(mesh.size, sizes, rates["all_gather"], rates["reduce_scatter"], rates["all_to_all"])
+    return made._replace(beside=_beside(mesh, made, scale))
 
 
 def collectives(what: str, mesh: Mesh, size: int) -> tuple[Callable[[], Any], int]:
@@ -263,10 +227,11 @@ def _on_each(mesh: Mesh, size: int) -> jax.Array:
 _MATMULS = 4  # which together take longer than the collective beside them
 
 
-def _beside(mesh: Mesh, link: Link, sizes: Sizes) -> float:
+def _beside(mesh: Mesh, link: Link, scale: int) -> float:
     """Return the share of an all-gather's time by which matmuls beside it take longer; at least 0.01."""
-    specs, gather = (P(), P(), P("d")), _COLLECTIVES["all_gather"].run
-    x, w, shards = _drawn(sizes.rows, sizes.wide), _drawn(sizes.wide, sizes.wide), sizes.link[-1] // mesh.size
+    specs, (gather, _) = (P(), P(), P("d")), _COLLECTIVES["all_gather"]
+    rows, wide, shards = 16384 // scale, 4096 // scale, link.sizes[-1] // mesh.size
+    x, w = _drawn(rows, wide), _drawn(wide, wide)
     operands = jax.device_put((x, w, _on_each(mesh, shards)), tuple(NamedSharding(mesh, spec) for spec in specs))
 
     def run(x: jax.Array, w: jax.Array, more: jax.Array, both: bool) -> Any:
@@ -277,7 +242,7 @@ def _beside(mesh: Mesh, link: Link, sizes: Sizes) -> float:
             functools.partial(run, both=both), mesh=mesh, in_specs=specs, out_specs=(P(), P("d")), check_vma=False
         )
         call = jax.jit(mapped, compiler_options=compiler_options())
-        return seconds_of(lambda: call(*operands), sizes.seconds)
+        return seconds_of(lambda: call(*operands), _SECONDS / scale)
 
-    alone = link.seconds("all_gather", sizes.link[-1], mesh.size)
+    alone = link.seconds("all_gather", link.sizes[-1], mesh.size)
     return max(0.01, (seconds(True) - seconds(False)) / alone)

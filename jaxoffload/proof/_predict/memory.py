@@ -25,7 +25,6 @@ from ..._engine.layers.loops import backward_p, forward_p, loops_of
 from ..._engine.layers.segments import Segment
 from ..._engine.microbatches.interleaved import interleaved_p
 from ..._jax import IN_PLACE, REDUCTIONS, SAME, SHARD_MAP, UNFUSED, is_attention, nbytes, on_host
-from .joint import Passes
 
 ERROR = 0.2  # of an estimate
 
@@ -63,15 +62,6 @@ def step_bytes(jaxpr: Jaxpr, like: Divisions, donated: bool) -> int:
     like = _of_stacks(jaxpr) | like | _in_shard_maps(jaxpr, like)
     of_all_stages = {(shape[0] * shape[1], *shape[2:]): parts for shape, parts in like.items() if len(shape) > 2}
     return _Walk(of_all_stages | like, in_place).peak(program, ())  # layers of virtual stages, as the loss has them
-
-
-def layer_bytes(layer: Passes, like: Divisions) -> int:
-    """Return the most bytes per device that a layer of a scan has at once, in either pass, with a row of what it
-    keeps."""
-    forward, backward, operands = straight(layer.forward), straight(layer.backward), len(layer.layout.kept)
-    rows = [x for x, k in zip(backward.inputs, layer.layout.kept, strict=False) if k.place in ("host", "device")]
-    begin = forward.inputs[layer.consts : layer.consts + layer.carry]
-    return max(_Walk(like).peak(forward, begin), _Walk(like).peak(backward, [*rows, *backward.inputs[operands:]]))
 
 
 def kept_bytes(jaxpr: Jaxpr) -> int:

@@ -82,23 +82,14 @@ class Prediction:
         return self.computing_ms + self.exposed_ms
 
     @property
-    def caveat(self) -> str:
-        """A remark in brackets, if something moves and fewer GPUs were measured than copy at once."""
-        return self.machine.caveat(self.devices) if self.host else ""
-
-    @property
     def summary(self) -> str:
-        return f"{self.step_ms:.1f} ms per step on {self.devices} {self.machine.device}, predicted{self.caveat}"
+        caveat = self.machine.caveat(self.devices) if self.host else ""
+        return f"{self.step_ms:.1f} ms per step on {self.devices} {self.machine.device}, predicted{caveat}"
 
     def to_json(self) -> str:
-        loops = [
-            {
-                **{field.name: getattr(loop, field.name) for field in dataclasses.fields(loop)},
-                "unknown": sorted(loop.unknown),
-                "copies": [c._asdict() | {"fits": loop.fits(c)} for c in (*loop.copies, loop.together)],
-            }
-            for loop in self.loops
-        ]
+        copies = lambda loop: [c._asdict() | {"fits": loop.fits(c)} for c in (*loop.copies, loop.together)]
+        plain = lambda loop: dataclasses.asdict(loop) | {"unknown": sorted(loop.unknown), "copies": copies(loop)}
+        loops = list(map(plain, self.loops))
         numbers = {name: round(getattr(self, name), 3) for name in ("step_ms", "computing_ms", "exposed_ms")}
         machine, memory = json.loads(self.machine.to_json()), self.memory._asdict()
         more = {"devices": self.devices, "memory": memory, "host": self.host, "loops": loops}
@@ -161,19 +152,14 @@ def predict(f: Callable[..., Any], *args: Any, machine: Machine, policy: Policy 
         raise TypeError(f"predict: policy must be a jaxoffload.Policy or None, got {short(policy)}")
     with under(whole_program=True):
         jaxpr, is_loss = (trace_of if policy is None else Trial(policy).traced(trace_of))(f, args)
-    return predicted(jaxpr, args, machine, donated=not is_loss)
-
-
-def predicted(jaxpr: Jaxpr, args: tuple[Any, ...], machine: Machine, donated: bool) -> Prediction:
-    """Return the prediction for a traced step; `donated`: a result may take the place of an argument."""
-    devices, arguments, most = spread(args), argument_bytes(args), step_bytes(jaxpr, divisions(args), donated)
+    devices, most = spread(args), step_bytes(jaxpr, divisions(args), donated=not is_loss)
     kept = min(most, kept_bytes(jaxpr))  # gradients may be computed one after another
     return Prediction(
         machine=machine,
         devices=devices,
         computing_ms=1e3 * computing_seconds(jaxpr, args, machine),
         loops=fits_in(jaxpr, args, devices, machine),
-        memory=Memory(arguments, kept, most - kept),
+        memory=Memory(argument_bytes(args), kept, most - kept),
         host=need_of(jaxpr).bytes() + held_by_arguments(jaxpr),
     )
 

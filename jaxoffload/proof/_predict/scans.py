@@ -1,24 +1,25 @@
-"""The scans that a traced step differentiates, and how often their layers run."""
+"""The scans that a traced step differentiates, how often their layers run, and the `shard_map`s around them."""
 
-from collections.abc import Iterator, Sequence
-from typing import NamedTuple
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any, NamedTuple
 
+import jax
 from jax.extend.core import Jaxpr, JaxprEqn
 
 from ..._engine.jaxprs.walk import Site, nested, walk
+from ..._engine.layers.layer import Layer
 from ..._engine.layers.loops import backward_p, forward_p
 from ..._engine.layers.passes import Loops
 from ..._engine.microbatches.interleaved import interleaved_p
 from ..._engine.stages.schedule import Schedule
 from ..._jax import SHARD_MAP
-from .shard_maps import shard_maps_around
 
 
 class Stack(NamedTuple):
-    """A scan over layers: how many, how often it runs in a step, and of how many microbatches `accumulate` interleaves
-    its passes where something is offloaded (1 without it).
+    """The layers of a scan: how many, how often they run in a step, and of how many microbatches `accumulate`
+    interleaves their passes where something is offloaded (1 without it).
 
-    `schedule`: if it is on pipeline stages. Then the layers are those of a chunk, which run in each tick that has a
+    `schedule`: if they are on pipeline stages. Then the layers are those of a chunk, which run in each tick that has a
     forward pass, and in as many that have a backward pass.
     """
 
@@ -55,17 +56,18 @@ class Scan(NamedTuple):
     """A scan over layers.
 
     Attributes:
-      loops: of its forward pass.
+      layer: one of them, differentiated; `body`: its jaxpr before, to which it refers weakly, if that still lives.
       devices: over how many its values are spread.
       shard_maps: those around it; on pipeline stages also that over these.
-      site: where it stands.
+      enclosing: the equations around it.
     """
 
     stack: Stack
-    loops: Loops
+    layer: Layer
+    body: Jaxpr | None
     devices: int
     shard_maps: tuple[JaxprEqn, ...]
-    site: Site
+    enclosing: tuple[JaxprEqn, ...]
 
 
 def scans_in(jaxpr: Jaxpr, devices: int) -> Iterator[Scan]:
@@ -79,23 +81,41 @@ def scans_in(jaxpr: Jaxpr, devices: int) -> Iterator[Scan]:
         if site.eqn.primitive is interleaved_p:
             each, schedule = site.eqn.params["loops"], site.eqn.params["schedule"]
             microbatches = 1 if schedule else site.eqn.params["microbatches"]
-        elif is_differentiated(site.eqn):
-            each = [site.eqn.params["loops"]]
-        around = shard_maps_around(site)
-        if schedule:
-            around = (*around, _over_stages(site.eqn))
+        elif site.eqn.primitive is forward_p:
+            each = (site.eqn.params["loops"],)
+        around = (*shard_maps_around(site), *([_over_stages(site.eqn)] if schedule else []))
         for loops in each:
-            runs = site.runs * (schedule.forward_stop if schedule else microbatches)
+            layer, runs = loops.segments[0].layer, site.runs * (schedule.forward_stop if schedule else microbatches)
             stack = Stack(loops.length, runs, microbatches, schedule)
-            yield Scan(stack, loops, max(1, devices // (site.devices * stack.stages)), around, site)
-
-
-def is_differentiated(eqn: JaxprEqn) -> bool:
-    """Return if an equation is the forward pass of a scan that has a backward pass elsewhere."""
-    return eqn.primitive is forward_p and not eqn.params["loops"].segments[0].layer.only_forward
+            if not layer.only_forward:
+                on_devices = max(1, devices // (site.devices * stack.stages))
+                yield Scan(stack, layer, layer.body(), on_devices, around, site.enclosing)
 
 
 def _over_stages(eqn: JaxprEqn) -> JaxprEqn:
     """Return the `shard_map` in which stages run their layers."""
     maps = (e for e in eqn.params["call_jaxpr"].eqns if e.primitive.name == SHARD_MAP)
     return next(e for e in maps if set(e.params["newly_manual_axes"]) == {eqn.params["stage_axis"]})
+
+
+def shard_maps_around(site: Site) -> tuple[JaxprEqn, ...]:
+    """Return the `shard_map`s around an equation, outermost first."""
+    return tuple(eqn for eqn in site.enclosing if eqn.primitive.name == SHARD_MAP)
+
+
+def axes_of(shard_maps: Sequence[JaxprEqn]) -> dict[str, int]:
+    """Return the sizes of the mesh axes of these, one in the other."""
+    return {axis: size for eqn in shard_maps for axis, size in eqn.params["mesh"].shape.items()}
+
+
+def within[T](shard_maps: Sequence[JaxprEqn], f: Callable[[], T]) -> T:
+    """Return what `f` returns, which traces what stands in these, and so may be about their axes."""
+    if not shard_maps:
+        return f()
+    found: list[T] = []
+    run: Callable[[], Any] = lambda: found.append(f())
+    for eqn in reversed(shard_maps):
+        how = {"axis_names": set(eqn.params["newly_manual_axes"]), "check_vma": eqn.params["check_vma"]}
+        run = jax.shard_map(run, mesh=eqn.params["mesh"], in_specs=(), out_specs=None, **how)
+    jax.eval_shape(run)
+    return found[0]

@@ -23,6 +23,7 @@ RUNS = {
     "accumulate": f"--microbatches 2 --modes remat interleaved --variants defaults '{GATE}' --fsdp 2 {LAYERS}",
     "stages": f"--microbatches 2 --virtual_stages 1 --modes offload all_forward --variants '{ALL}' overlap {LAYERS}",
     "frameworks": f"--modes offload scan {LAYERS}",
+    "optimizer": f"--microbatches 2 --modes sgd host whole update {LAYERS}",
     "grouped": "--rows 64 --d_in 16 --d_out 32 --groups 4 --steps 1 --rounds 1",
 }
 
@@ -74,7 +75,15 @@ def test_a_benchmark_runs_and_writes_one_format(name, run, capsys):
     assert len(rows) == ROWS[name]
 
 
-ROWS = {"dense": 2, "moe": 2, "accumulate": 2, "stages": 2, "frameworks": 4, "grouped": 0}  # of the printed table
+ROWS = {
+    "dense": 2,
+    "moe": 2,
+    "accumulate": 2,
+    "stages": 2,
+    "frameworks": 4,
+    "optimizer": 4,
+    "grouped": 0,
+}  # of the printed table
 PATHS = {name: [()] for name in RUNS} | {
     "accumulate": [("microbatches", "2")],
     "stages": [("virtual_stages", "1", "microbatches", "2")],

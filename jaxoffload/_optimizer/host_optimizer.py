@@ -7,6 +7,7 @@ from typing import Any, NamedTuple, Protocol
 import jax
 import jax.numpy as jnp
 from jax.extend.core import Primitive
+from jax.sharding import NamedSharding, PartitionSpec
 from jax.tree_util import keystr, tree_leaves_with_path
 
 from .._engine.host.limit import HostPoolFull, auto_axes, host_pool_bytes
@@ -159,6 +160,24 @@ class HostOptimizer:
         found = placed(self.policy, params, state, self._shardings(params))
         return Placements(p._replace(blocks=blocks[n].number if n in blocks else 1) for n, p in enumerate(found))
 
+    def state_shardings(self, params: Any) -> HostState:
+        """Return the shardings of the state, with the memory that each array is in: for `jax.jit`'s `out_shardings`, or
+        to read a checkpoint. Parameters may be given as shapes, dtypes and shardings."""
+        state = jax.eval_shape(self.first_state, params)
+        shardings, placements = self._shardings(params), self.placements(params)
+
+        def of(leaf: int | None, x: Any) -> Any:
+            sharding, param = shardings[leaf or 0], jax.tree.leaves(params)[leaf or 0]
+            if isinstance(sharding, NamedSharding) and (x.sharding or leaf is None):
+                spec = x.sharding.spec if x.sharding else PartitionSpec()  # with Explicit axes its type says it
+                sharding = NamedSharding(sharding.mesh, spec)
+            else:
+                sharding = Blocks(1, sharding, len(param.shape)).sharding_of(x)
+            return sharding.with_memory_kind("pinned_host") if _is_on_host(leaf, placements) else sharding
+
+        leaves, tree = jax.tree.flatten(state)
+        return jax.tree.unflatten(tree, map(of, owners(state, params), leaves))
+
     def _applied(self, gradients: Any, params: Any, state: HostState) -> Update:
         shardings = self._shardings(params)
         placements = placed(self.policy, params, state, shardings)
@@ -212,10 +231,10 @@ class HostOptimizer:
 
 
 def _sharding(x: Any) -> Any:
-    if (sharding := jax.typeof(x).sharding).mesh.explicit_axes:
-        return sharding
     if not isinstance(x, jax.core.Tracer):
         return getattr(x, "sharding", None)
+    if (sharding := jax.typeof(x).sharding).mesh.explicit_axes:
+        return sharding
     if auto_axes():
         raise ValueError(
             "host_optimizer: a mesh may divide the parameters, which a trace does not show; give their shardings: "
@@ -284,7 +303,7 @@ def _divided(
     streams = {n for n, p in enumerate(placements) if p.place == "host" and p.blocks > 1}
     while True:
         try:
-            blocks = {n: Blocks(placements[n].blocks, shardings[n]) for n in sorted(streams)}
+            blocks = {n: Blocks(placements[n].blocks, shardings[n], len(avals[n].shape)) for n in sorted(streams)}
             return divided(jaxpr, inputs, outputs, blocks)
         except MixesRows as mixes:
             name = placements[mixes.leaf].name

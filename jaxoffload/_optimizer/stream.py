@@ -19,14 +19,15 @@ from .._engine.layers.transport import to_device, to_host
 
 
 class Blocks(NamedTuple):
-    """The rows of an array in so many blocks, each of as many rows on every device.
+    """The rows of a parameter, and of the arrays that belong to it, in so many blocks, alike on every device.
 
-    `sharding`: the array's. If it divides the rows, a block is a part of each device's rows: they do not lie side by
-    side in the array, which does not matter to what treats each row by itself.
+    `sharding` and `ndim`: the parameter's. If the sharding divides the rows, a block is a part of each device's rows:
+    they do not lie side by side in the array, which does not matter to what treats each row by itself.
     """
 
     number: int
-    sharding: Any = None
+    sharding: Any
+    ndim: int
 
     def take(self, x: Any, i: Any, axis: int = 0) -> Any:
         """Return block i of an array, whose rows are along `axis`."""
@@ -35,7 +36,7 @@ class Blocks(NamedTuple):
             rows = x.shape[axis] // self.number
             return lax.dynamic_slice_in_dim(x, i * rows, rows, axis, allow_negative_indices=False)
 
-        return self._in_shards(take, axis)(x, i)
+        return self._in_shards(take, x, axis)(x, i)
 
     def put(self, x: Any, block: Any, i: Any) -> Any:
         """Return an array with its block i replaced."""
@@ -44,17 +45,26 @@ class Blocks(NamedTuple):
             at = i * (x.shape[0] // self.number)
             return lax.dynamic_update_slice_in_dim(x, block, at, 0, allow_negative_indices=False)
 
-        return self._in_shards(put)(x, block, i)
+        return self._in_shards(put, x)(x, block, i)
+
+    def sharding_of(self, x: Any, axis: int = 0) -> Any:
+        """Return how an array is sharded: as the parameter, or its rows alone if its shape is another."""
+        if not isinstance(self.sharding, NamedSharding) or (len(x.shape) == self.ndim and not axis):
+            return self.sharding
+        rows = self.sharding.spec[0] if self.sharding.spec else None
+        return NamedSharding(self.sharding.mesh, PartitionSpec(*[None] * axis, rows))
 
     def sharded(self, x: Any) -> Any:
-        """Return an array that is sharded as the parameter."""
-        return lax.with_sharding_constraint(x, self.sharding) if isinstance(self.sharding, NamedSharding) else x
+        """Return an array that is sharded so, if its type does not say how it is."""
+        sharding = self.sharding_of(x)
+        unknown = isinstance(sharding, NamedSharding) and not jax.typeof(x).sharding.mesh.explicit_axes
+        return lax.with_sharding_constraint(x, sharding) if unknown else x
 
-    def _in_shards(self, f: Callable[..., Any], axis: int = 0) -> Callable[..., Any]:
-        """Return `f`, for the part of each device if those divide the rows: then those must be along the first axis."""
-        if axis or division(self.sharding).rows == 1:
+    def _in_shards(self, f: Callable[..., Any], x: Any, axis: int = 0) -> Callable[..., Any]:
+        """Return `f` of arrays like `x` and a number, for the part of each device if the rows are divided."""
+        if division(self.sharding).rows == 1:
             return f
-        mesh, spec = self.sharding.mesh, self.sharding.spec
+        mesh, spec = self.sharding.mesh, self.sharding_of(x, axis).spec
 
         def in_shards(*operands: Any) -> Any:
             specs = (*[spec] * (len(operands) - 1), PartitionSpec())

@@ -1,0 +1,148 @@
+"""AdamW with its state on the host, on the device, and moved there whole: layers over microbatches, bfloat16 weights.
+
+    python -m benchmarks.optimizer [--layers 32 --batch 1 --seq 4096 --microbatches 32] [--out FILE]
+    python -m benchmarks.optimizer --layers 16 --modes sgd host device whole --out FILE
+
+A step sums the gradients of the microbatches and updates. Each mode has a state of its own, so they run one after
+another. `update` is the update alone; `gb_each_way` is what it fetches, and writes. `equal`: whether 20 steps of two
+layers have the same bits with the state on the host and on the device.
+"""
+
+import argparse
+import functools
+from collections.abc import Iterator
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+from jax.sharding import SingleDeviceSharding
+
+import jaxoffload
+from benchmarks import bench
+from benchmarks.bench import cells, markdown
+from benchmarks.cases import OVERLAP, SIZES, accumulated, in_microbatches, loss_of, model_flops, ours, shape_of, start
+from benchmarks.dense import CASE
+from jaxoffload import Policy
+from jaxoffload.proof import exact_options
+
+MODES = {
+    "sgd": "no optimizer: weights descend along the gradients",
+    "host": "state on the host, moments in bfloat16",
+    "host_float32": "state on the host, moments in float32",
+    "device": "state on the device, moments in bfloat16",
+    "whole": "state on the host, moved by JAX in whole arrays",
+    "update": "the update alone, state on the host, moments in bfloat16",
+}
+VARIANT = ours(dict.fromkeys(CASE.moved, "offload"))
+STEPS = 20
+
+
+def optimizer_of(mode: str) -> Any:
+    """Return AdamW with float32 masters, whose state is where the mode has it."""
+    place = "save" if mode in ("device", "whole") else "offload"
+    dtype = None if mode == "host_float32" else jnp.bfloat16
+    where = SingleDeviceSharding(jax.devices()[0])
+    tx = optax.adamw(1e-5, b2=0.95, weight_decay=0.1)
+    policy = Policy(default=place)
+    return jaxoffload.host_optimizer(tx, policy=policy, shardings=where, masters=True, state_dtype=dtype)
+
+
+def step_of(options: argparse.Namespace, mode: str) -> Any:
+    """Return a step, ((weights, state), batch) -> the same."""
+    tx, gradients = optimizer_of(mode), accumulated(loss_of(CASE, options, VARIANT))
+    to = lambda tree, place: jax.tree.map(lambda x: jax.device_put(x, place) if x.ndim else x, tree)
+
+    def step(of: Any, batch: Any) -> Any:
+        weights, state = of
+        if mode == "update":
+            return tx.apply(weights, weights, state), batch
+        found = gradients(weights, batch)
+        if mode == "sgd":
+            return (jax.tree.map(lambda w, g: w - (1e-6 * g).astype(w.dtype), weights, found), state), batch
+        if mode == "whole":
+            weights, state = tx.apply(found, weights, to(state, jax.memory.Space.Device))
+            return (weights, to(state, jax.memory.Space.Host)), batch
+        return tx.apply(found, weights, state), batch
+
+    return step
+
+
+def initial(options: argparse.Namespace, mode: str) -> Any:
+    """Return the weights and the state, and all microbatches."""
+    weights, x = jax.eval_shape(start(CASE, options))
+    draw = lambda n, w: 0.02 * jax.random.normal(jax.random.key(n), w.shape, jnp.bfloat16)
+    made = [jax.jit(functools.partial(draw, n, w))() for n, w in enumerate(jax.tree.leaves(weights))]
+    weights = jax.tree.unflatten(jax.tree.structure(weights), made)
+    state = () if mode == "sgd" else optimizer_of(mode).init(weights)
+    if mode == "whole":
+        state = jax.tree.map(lambda x: jax.device_put(x, jax.memory.Space.Host) if x.ndim else x, state)
+    batch = in_microbatches(jax.random.normal(jax.random.key(99), x.shape, x.dtype), options.microbatches)
+    return (weights, state), batch
+
+
+def abstract(options: argparse.Namespace, mode: str) -> Any:
+    """Return the shapes, dtypes and shardings of `initial`."""
+    (weights, state), batch = jax.eval_shape(lambda: initial(options, mode))
+    one = SingleDeviceSharding(jax.devices()[0])
+    places = () if mode == "sgd" else optimizer_of(mode).state_shardings(weights)
+    if mode == "whole":
+        places = jax.tree.map(lambda x: one.with_memory_kind("pinned_host") if x.ndim else one, state)
+    shardings = (jax.tree.map(lambda _: one, weights), places), one
+    of = lambda x, sharding: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=sharding)
+    return jax.tree.map(of, ((weights, state), batch), shardings)
+
+
+def equal(options: argparse.Namespace) -> bool:
+    """Return if weights, moments and remainders have the same bits after STEPS steps."""
+    few = argparse.Namespace(**vars(options) | {"layers": 2, "microbatches": 2})
+
+    def after(mode: str) -> list[Any]:
+        step = jax.jit(step_of(few, mode), donate_argnums=0, compiler_options=exact_options())
+        of, batch = initial(few, mode)
+        for _ in range(STEPS):
+            of, batch = step(of, batch)
+        return [np.asarray(x) for x in jax.tree.leaves(of)]
+
+    return all(map(np.array_equal, after("host"), after("device")))
+
+
+def groups(options: argparse.Namespace) -> Iterator[bench.Group]:
+    if unknown := set(options.modes) - MODES.keys():
+        raise SystemExit(f"--modes: {', '.join(sorted(unknown))}: not among {', '.join(MODES)}")
+    for mode in options.modes:
+        args = abstract(options, mode)
+        step = bench.compiled(bench.lowered(step_of(options, mode), args, OVERLAP))
+        if mode not in ("sgd", "device"):
+            on_host = (
+                optimizer_of("host_float32" if mode == "host_float32" else "host").placements(args[0][0]).host_bytes
+            )
+            step.facts["gb_each_way"] = round(on_host / 1e9, 3)
+        flops = None if mode == "update" else options.microbatches * model_flops(CASE, options)
+        make = functools.partial(initial, options, mode)
+        yield bench.Group((), {(mode, "overlap"): step}, make, flops, 1)
+
+
+def ratios(modes: dict[str, Any], _: argparse.Namespace) -> dict[str, float]:
+    pairs = [(mode, "sgd") for mode in ("host", "host_float32", "device", "whole")]
+    found = bench.ratios(modes, [*pairs, ("device", "host"), ("whole", "host")])
+    if "ms" in (update := modes.get("update", {})):
+        found["update, GB/s each way"] = round(1e3 * update["gb_each_way"] / update["ms"], 3)
+    return found
+
+
+def table(result: dict[str, Any]) -> str:
+    """Return the results as a Markdown table."""
+    ran = ((what, result["modes"].get(mode, {})) for mode, what in MODES.items())
+    head = ("", "step", "temporary device memory", "model FLOP utilisation")
+    return markdown(head, *([what, *cells(of)] for what, of in ran if "ms" in of))
+
+
+if __name__ == "__main__":
+    sizes = SIZES | {"layers": 32, "batch": 1, "seq": 4096}
+    more = {"modes": [*MODES], "microbatches": 32, "rounds": 1}
+    options = bench.parser(__doc__, "optimizer", **sizes, **more).parse_args()
+    bench.prepare(options.attention)
+    more = {"shape": shape_of(options) | {"dtype": "bfloat16"}, "equal": equal(options)}
+    print(table(bench.main("optimizer", options, groups, ratios, **more)))

@@ -155,7 +155,7 @@ def test_sums_in_a_wider_dtype(microbatches, virtual_stages):
     def loss(stack, params, x):
         def step(x, w):
             for name, each in w.items():
-                x = x + tag(jnp.tanh(x @ each.astype(x.dtype)), name)
+                x = x + tag(jnp.tanh(x.astype(each.dtype) @ each), name).astype(x.dtype)
             return x, None
 
         w = {"same": params["same"], "wider": params["wider"].astype(jnp.float32), "float32": params["float32"]}

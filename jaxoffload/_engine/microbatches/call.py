@@ -25,7 +25,7 @@ class Call(NamedTuple):
       jaxpr: constants, parameters, a microbatch -> the loss, other results.
       consts: the constants, and what else is the same in all microbatches.
       others: the structure of the other results.
-      sum_dtype: that of the sums of gradients which are floating and narrower; None: all have the gradients' own.
+      sum_dtype: of the sums of floating gradients that are narrower. None: sums have the gradients' dtypes.
     """
 
     loss: Callable[[list[Any], list[Any]], tuple[Any, Any]]
@@ -60,7 +60,9 @@ class Call(NamedTuple):
         """Return the dtype in which gradients of this one are summed."""
         if self.sum_dtype is None or not jnp.issubdtype(dtype, jnp.floating):
             return dtype
-        wide = jax.eval_shape(lambda: jnp.zeros((), self.sum_dtype)).dtype  # float64 is float32 where JAX warns so
+        wide = jax.eval_shape(
+            lambda: jnp.zeros((), self.sum_dtype)
+        ).dtype  # without x64, JAX warns that float64 is float32
         return wide if jnp.finfo(dtype).bits < jnp.finfo(wide).bits else dtype
 
     def zero_sum(self, aval: Any) -> Any:

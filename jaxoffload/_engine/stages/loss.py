@@ -106,7 +106,7 @@ class Divided:
     def moved(self) -> dict[int, Moved]:
         """The perturbed operands of the scan that are parameters, moved.
 
-        Without those whose cotangents casts on the way back would round more than the last one does.
+        Without those whose cotangents casts on the way back would round, except to the dtype of the sum.
         """
         perturbed = itertools.compress(enumerate(self.before.outvars), self.perturbed)
         return {number: moved for number, value in perturbed if (moved := self._moved(value))}

@@ -60,9 +60,8 @@ class Call(NamedTuple):
         """Return the dtype in which gradients of this one are summed."""
         if self.sum_dtype is None or not jnp.issubdtype(dtype, jnp.floating):
             return dtype
-        wide = jax.eval_shape(
-            lambda: jnp.zeros((), self.sum_dtype)
-        ).dtype  # without x64, JAX warns that float64 is float32
+        # Where JAX has no float64 it says so in a warning, and gives float32.
+        wide = jax.eval_shape(lambda: jnp.zeros((), self.sum_dtype)).dtype
         return wide if jnp.finfo(dtype).bits < jnp.finfo(wide).bits else dtype
 
     def zero_sum(self, aval: Any) -> Any:

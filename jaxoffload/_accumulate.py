@@ -12,12 +12,12 @@ from jax import lax
 from jax.extend.core import Jaxpr
 from jax.sharding import AxisType
 
-from ._engine.layers.rows import filled
+from ._engine.layers.rows import filled, summand
 from ._engine.microbatches.by_layers import sums_by_layers
 from ._engine.microbatches.call import Call, Sums, microbatch_of, total
 from ._engine.stages.on_stages import Stages, sums_on_stages, values_on_stages
 from ._errors import deprecated
-from ._jax import as_array, convert_constvars_jaxpr, in_memory_of, on_device, without_remat3
+from ._jax import as_array, convert_constvars_jaxpr, in_memory_of, without_remat3
 from ._lost_changes import warns_of_lost_changes
 from ._same_draws import warn_of_same_draws
 from ._text import nearest
@@ -33,6 +33,7 @@ def accumulate(
     *,
     in_axes: Any = 0,
     reduction: Reduction = "mean",
+    sum_dtype: Any = None,
     stages: str | None = None,
     virtual_stages: int = 1,
     forward_only: bool = False,
@@ -59,6 +60,8 @@ def accumulate(
         keyword arguments always batches.
       has_aux: whether `loss` returns a pair.
       reduction: "mean" or "sum", of the losses and of the gradients over the microbatches.
+      sum_dtype: a floating dtype, in which narrower floating gradients are summed and returned: jnp.float32 for an
+        optimizer that has float32 masters of bfloat16 parameters. None: each in its own dtype.
       stages: a mesh axis, over which the layers of one `scan` are divided: pipeline stages, in lockstep. The scan's xs
         are sharded over it. docs/stages.md has the schedule. None: all devices run all layers.
       virtual_stages: how many chunks of layers each stage has, dealt in turn.
@@ -66,11 +69,11 @@ def accumulate(
 
     Returns:
       A function of the arguments of `loss` that returns what `jax.value_and_grad(loss, argnums, has_aux)` does, in the
-      same dtypes. Other results get a leading axis of microbatches. It cannot be differentiated.
+      same dtypes, except by `sum_dtype`. Other results get a leading axis of microbatches. It cannot be differentiated.
 
     Raises:
-      TypeError, ValueError: `argnums`, `in_axes` or `reduction` is something else, or `virtual_stages` is not a whole
-        number above 0.
+      TypeError, ValueError: `argnums`, `in_axes`, `reduction` or `sum_dtype` is something else, or `virtual_stages` is
+        not a whole number above 0.
 
     Raises (when called, before anything is compiled):
       TypeError, ValueError: an argument has no axis of microbatches, or one of another length; and what
@@ -94,7 +97,7 @@ def accumulate(
         deprecated("accumulate(loss, ..., forward_only=True)", "evaluate(loss, ...)")
         axes = {"in_axes": in_axes, "stages": stages, "virtual_stages": virtual_stages}
         return evaluate(loss, argnums, has_aux, reduction=reduction, **axes)
-    how = _judged(_How("accumulate", argnums, in_axes, has_aux, reduction, stages, virtual_stages))
+    how = _judged(_How("accumulate", argnums, in_axes, has_aux, reduction, stages, virtual_stages, sum_dtype))
 
     @functools.wraps(loss)
     @without_remat3
@@ -172,6 +175,7 @@ class _How(NamedTuple):
     reduction: Reduction
     stages: str | None
     virtual_stages: int
+    sum_dtype: Any = None
 
     def reduced(self, sums: Any, microbatches: int) -> Any:
         """Return the sums over microbatches, or the means."""
@@ -184,6 +188,8 @@ def _judged(how: _How) -> _How:
     if how.reduction not in get_args(Reduction):
         hint = nearest(how.reduction, get_args(Reduction))
         raise ValueError(f"{caller}: reduction {how.reduction!r} is not allowed; use 'mean' or 'sum'{hint}")
+    if not (how.sum_dtype is None or _is_floating(how.sum_dtype)):
+        raise TypeError(f"{caller}: sum_dtype {how.sum_dtype!r} is not allowed; use a floating dtype, or None")
     if type(virtual) is not int or virtual < 1:
         raise ValueError(f"{caller}: virtual_stages {virtual!r} is not allowed; use a whole number above 0")
     if how.stages is None and virtual > 1:
@@ -195,6 +201,12 @@ def _judged(how: _How) -> _How:
             "None for what is the same in all of them"
         )
     return how._replace(argnums=_indices(caller, how.argnums))
+
+
+def _is_floating(dtype: Any) -> bool:
+    with contextlib.suppress(TypeError):  # it is not a dtype
+        return jnp.issubdtype(jnp.dtype(dtype), jnp.floating)
+    return False
 
 
 def _indices(caller: str, argnums: Any) -> int | tuple[int, ...]:
@@ -240,7 +252,7 @@ def _call(
 
     of_aux = jax.tree.structure(shape[1] if how.has_aux else None)
     whole = convert_constvars_jaxpr(jaxpr) if jaxpr.consts else jaxpr
-    return Call(pair, flat, batch, microbatches, whole, [*jaxpr.consts, *shared], of_aux), on_stages
+    return Call(pair, flat, batch, microbatches, whole, [*jaxpr.consts, *shared], of_aux, how.sum_dtype), on_stages
 
 
 def _batches(how: _How, others: dict[int, Any], kwargs: dict[str, Any], count: int) -> list[bool]:
@@ -367,12 +379,14 @@ def _one_by_one(call: Call) -> Sums:
 
     def add(sums: Any, number: Any) -> Any:
         (value, aux), grads = derived(call.params, call.microbatch(number))
-        return jax.tree.map(jnp.add, sums, (value, list(map(on_device, grads)))), aux
+        grads = list(map(summand, grads, sums[1]))
+        return jax.tree.map(jnp.add, sums, (value, grads)), aux
 
     def of_first() -> Any:
         (value, _), grads = derived(call.params, call.microbatch(0))
         return value, *grads
 
-    value, *grads = [filled(aval, 0) for aval in jax.make_jaxpr(of_first)().out_avals]
-    (value, grads), aux = lax.scan(add, (value, grads), jnp.arange(call.microbatches))
+    value, *grads = jax.make_jaxpr(of_first)().out_avals
+    zeros = filled(value, 0), list(map(call.zero_sum, grads))
+    (value, grads), aux = lax.scan(add, zeros, jnp.arange(call.microbatches))
     return value, grads, aux

@@ -587,3 +587,64 @@ def test_errors_before_anything_is_compiled(call, kind, message):
     with pytest.raises(kind) as caught:
         call()
     assert message in str(caught.value)
+
+
+# ---- sums in a wider dtype ----
+
+
+def in_two_dtypes(stack, params, x):
+    """Weights of bfloat16, of the layers, shared by them, and read at both ends; a bias of float32 beside them."""
+
+    def step(x, w):
+        y, size = layer(x, {"w": w["w"], "bias": w["bias"].astype(x.dtype)})
+        return y @ params["mixer"], size
+
+    y, sizes = stack(step, x @ params["tied"], of_layers(params), RULES)
+    return jnp.mean((y @ params["tied"].T).astype(jnp.float32) ** 2), sizes
+
+
+def summed_in_float32(loss, reduction="mean"):
+    """The loop that a user would write."""
+
+    def run(params, xs):
+        def add(sums, x):
+            (value, aux), grads = jax.value_and_grad(loss, has_aux=True)(params, x)
+            return jax.tree.map(lambda total, x: total + x.astype(jnp.float32), sums, (value, grads)), aux
+
+        zeros = jnp.float32(0), jax.tree.map(lambda param: jnp.zeros(param.shape, jnp.float32), params)
+        sums, aux = lax.scan(add, zeros, xs)
+        value, grads = jax.tree.map(lambda x: x / len(xs), sums) if reduction == "mean" else sums
+        return (value, aux), grads
+
+    return run
+
+
+HALVES = {name: PARAMS[name].astype(jnp.bfloat16) for name in ("w", "mixer")}
+HALVES |= {"tied": normal(8, (DIM, DIM), jnp.bfloat16), "bias": PARAMS["bias"]}
+
+
+@on_cpu_and_gpu
+@pytest.mark.claim("sums-in-a-wider-dtype")
+@pytest.mark.parametrize(
+    "decision, microbatches, reduction", [("offload", 4, "mean"), ("save", 3, "sum"), ("offload", 1, "sum")]
+)
+def test_sums_in_a_wider_dtype(decision, microbatches, reduction, device):
+    """Interleaved, in turn, and of one microbatch."""
+    decided = lambda step, init, xs, rules: ours(step, init, xs, rules | {"x": decision, "fc1": decision})
+    got = accumulate(
+        functools.partial(in_two_dtypes, decided), has_aux=True, reduction=reduction, sum_dtype=jnp.float32
+    )
+    want = summed_in_float32(functools.partial(in_two_dtypes, plain), reduction)
+    assert_same_bits(*run_each([got, want], HALVES, normal(5, (microbatches, 2, DIM), jnp.bfloat16)))
+
+
+def test_a_dtype_that_is_not_wider_changes_nothing():
+    loss, x = functools.partial(in_two_dtypes, ours), normal(5, (3, 2, DIM), jnp.bfloat16)
+    of = lambda dtype: jax.make_jaxpr(accumulate(loss, has_aux=True, sum_dtype=dtype))(HALVES, x).out_avals
+    assert of(jnp.bfloat16) == of("float16") == of(None) != of("float32")
+
+
+@pytest.mark.parametrize("dtype", [jnp.int32, jnp.complex64, "fp32", jnp.floating])
+def test_sums_are_floating(dtype):
+    with pytest.raises(TypeError, match=r"accumulate: sum_dtype .* is not allowed; use a floating dtype, or None"):
+        accumulate(good, sum_dtype=dtype)

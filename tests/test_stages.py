@@ -141,6 +141,37 @@ def test_weights_that_the_loss_casts(dtype, loss_scale, virtual_stages):
     assert_same_bits(jax.tree.leaves(found), jax.tree.leaves(expected))
 
 
+@pytest.mark.claim("sums-in-a-wider-dtype")
+@pytest.mark.parametrize("microbatches, virtual_stages", [(4, 2), pytest.param(13, 1, marks=pytest.mark.slow)])
+def test_sums_in_a_wider_dtype(microbatches, virtual_stages):
+    """Of weights that are moved to the layers, cast to more than that before them, or behind them; and of a parameter
+    that nothing reads."""
+
+    def loss(stack, params, x):
+        def step(x, w):
+            for name, each in w.items():
+                x = x + tag(jnp.tanh(x.astype(each.dtype) @ each), name).astype(x.dtype)
+            return x, None
+
+        w = {"same": params["same"], "wider": params["wider"].astype(jnp.float32), "float32": params["float32"]}
+        y, _ = stack(step, x, w, dict.fromkeys(w, "offload"))
+        return jnp.mean((y @ params["out"]).astype(jnp.float32) ** 2)
+
+    params = {name: normal(n, (LAYERS, DIM, DIM)) / 3 for n, name in enumerate(("same", "wider", "float32"))}
+    params |= {"out": normal(4, (DIM, DIM)), "unused": normal(5, (DIM,))}
+    params = {name: x if name == "float32" else x.astype(jnp.bfloat16) for name, x in params.items()}
+    args = params, normal(9, (microbatches, 4, DIM), jnp.bfloat16)
+    how = {"compiler_options": exact_options()}
+    one = jax.jit(jax.grad(functools.partial(loss, plain)), **how)
+    of_each = [jax.tree.map(lambda x: np.asarray(x, np.float32), one(params, x)) for x in args[1]]
+    expected = jax.tree.map(lambda *grads: functools.reduce(np.add, grads, np.zeros_like(grads[0])), *of_each)
+    summed = {"reduction": "sum", "sum_dtype": jnp.float32}
+    staged = accumulate(functools.partial(loss, ours), stages="stage", virtual_stages=virtual_stages, **summed)
+    with on_two_stages():
+        found = jax.device_get(jax.jit(staged, **how)(*args)[1])
+    assert_same_bits(jax.tree.leaves(found), jax.tree.leaves(expected))
+
+
 @pytest.mark.parametrize("run", [accumulate, evaluate])
 def test_negative_zeros_leave_the_stages(run):
     def layer(x, w):

@@ -37,10 +37,14 @@ def add_to_row(stack: Any, x: Any, i: Any) -> Any:
     sum, but copy it first."""
     # https://github.com/openxla/xla: InstructionFusion::ShouldFuseInPlaceOp
     row = lax.dynamic_slice_in_dim(stack, i, 1, allow_negative_indices=False)
-    x = on_device(x)
-    x = x if x.dtype == stack.dtype else x.astype(stack.dtype)
-    total = add_jaxvals(row, jnp.expand_dims(x, 0))
+    total = add_jaxvals(row, jnp.expand_dims(summand(x, stack), 0))
     return lax.dynamic_update_slice_in_dim(stack, total, i, 0, allow_negative_indices=False)
+
+
+def summand(x: Any, total: Any) -> Any:
+    """Return `x` on the device and in the dtype of a sum, to add to it."""
+    x = on_device(x)
+    return x if x.dtype == total.dtype else x.astype(total.dtype)
 
 
 def empty_stack(aval: Any, rows: int) -> Any:

@@ -16,7 +16,6 @@ from ..._text import readable
 from ..._tracing import tracing
 from ..host.limit import HostPoolFull, auto_axes, host_pool_bytes
 from ..host.need import Need
-from ..layers.rows import filled
 from ..layers.scan_primitive import with_fewer_layers
 from . import interleaved
 from .call import Call, Sums, microbatch_of
@@ -55,7 +54,7 @@ def sums_by_layers(call: Call) -> Sums | None:
     def run(*operands: Any) -> Any:
         fixed = [jax.new_ref(x) if n in refs else x for n, x in enumerate(operands[: call.fixed])]
         microbatch = lambda number: microbatch_of(operands[call.fixed :], number)
-        sums = [filled(aval, 0) for aval in gradient.sums]
+        sums = list(map(call.zero_sum, gradient.sums))
         if offloads:
             outs = interleaved.run((first, gradient, last), fixed, call.microbatches, microbatch, sums)
         else:

@@ -9,6 +9,7 @@ from jax import lax
 from jax.extend.core import Jaxpr
 
 from ..layers.placement import split_list
+from ..layers.rows import filled
 
 # The losses summed, the gradients summed, and the other results stacked.
 Sums = tuple[Any, list[Any], Any]
@@ -24,6 +25,7 @@ class Call(NamedTuple):
       jaxpr: constants, parameters, a microbatch -> the loss, other results.
       consts: the constants, and what else is the same in all microbatches.
       others: the structure of the other results.
+      sum_dtype: of the sums of floating gradients that are narrower. None: sums have the gradients' dtypes.
     """
 
     loss: Callable[[list[Any], list[Any]], tuple[Any, Any]]
@@ -33,6 +35,7 @@ class Call(NamedTuple):
     jaxpr: Jaxpr
     consts: list[Any]
     others: Any
+    sum_dtype: Any = None
 
     def microbatch(self, number: Any) -> list[Any]:
         """Return the values of a microbatch."""
@@ -52,6 +55,18 @@ class Call(NamedTuple):
     def differentiated(self) -> tuple[bool, ...]:
         """Which operands are parameters."""
         return (*[False] * len(self.consts), *[True] * len(self.params), *[False] * len(self.batch))
+
+    def dtype_of_sum(self, dtype: Any) -> Any:
+        """Return the dtype in which gradients of this one are summed."""
+        if self.sum_dtype is None or not jnp.issubdtype(dtype, jnp.floating):
+            return dtype
+        # Where JAX has no float64 it says so in a warning, and gives float32.
+        wide = jax.eval_shape(lambda: jnp.zeros((), self.sum_dtype)).dtype
+        return wide if jnp.finfo(dtype).bits < jnp.finfo(wide).bits else dtype
+
+    def zero_sum(self, aval: Any) -> Any:
+        """Return what a sum of gradients like `aval` begins with."""
+        return filled(aval.update(dtype=self.dtype_of_sum(aval.dtype)), 0)
 
     def sums_of(self, outs: Sequence[Any]) -> Sums:
         """Return the `Sums` of all losses, all other results, and the sums of the gradients."""

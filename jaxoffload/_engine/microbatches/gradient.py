@@ -17,7 +17,7 @@ from jax.extend.core import Jaxpr, JaxprEqn, Var
 from jax.extend.core.primitives import jit_p, reshape_p
 from jax.ref import AbstractRef
 
-from ..._jax import add_jaxvals, evaluate, has_effects, in_memory_of, on_device
+from ..._jax import add_jaxvals, evaluate, has_effects, in_memory_of
 from ..jaxprs.inline import (
     Values,
     depending,
@@ -32,6 +32,7 @@ from ..jaxprs.inline import (
 from ..jaxprs.walk import map_bodies, walk, with_eqns
 from ..layers.loops import backward_p, forward_p, operands_of_backward
 from ..layers.passes import Loops, Pass, backward_pass, begin_forward, forward_pass
+from ..layers.rows import summand
 from ..layers.scan_primitive import backward_loops, scan_p
 from ..layers.segments import Segment, SegmentResiduals
 
@@ -102,7 +103,7 @@ class Gradient:
 
     @property
     def sums(self) -> list[Any]:
-        """The types of the sums of the gradients."""
+        """The types of the gradients, in the shapes of their sums."""
         of_xs = {number: v.aval for v, number in self.in_place.items()}
         return [of_xs.get(number, aval) for number, aval in enumerate(self.jaxpr.out_avals[self.results :])]
 
@@ -312,7 +313,7 @@ def forward(program: Program, microbatch: Sequence[Any], stacks: Stacks) -> Pass
 
 
 def backward(program: Program, between: BetweenPasses, sums: Sequence[Any]) -> Pass:
-    """Run the backward pass of a microbatch: the sums of the gradients, with its own."""
+    """Run the backward pass of a microbatch: the sums of the gradients, in their dtypes, with its own."""
     gradient = program.gradient
     kept = zip(gradient.kept, between.values, strict=True)
     values = program.values | {v: jax.new_ref(x) if isinstance(v.aval, AbstractRef) else x for v, x in kept}
@@ -334,7 +335,8 @@ def backward(program: Program, between: BetweenPasses, sums: Sequence[Any]) -> P
     is_zero = zero_results(gradient.jaxpr)[gradient.results :]
     for number, v in enumerate(gradient.gradients):
         if not is_zero[number] and number not in in_place.values():
-            sums[number] = add_jaxvals(sums[number], on_device(*read([v], values)))
+            (ct,) = read([v], values)
+            sums[number] = add_jaxvals(sums[number], summand(ct, sums[number]))
     return sums
 
 

@@ -52,7 +52,7 @@ def run(
         interleaving: XLA takes out of the loop what it would take out there.
       microbatches: at least 2.
       arguments: the number of a microbatch -> its values.
-      sums: zeros, a gradient for each parameter.
+      sums: zeros, one for each parameter.
     """
     first, middle, last = gradients
     program = program_of(first, fixed)

@@ -31,7 +31,7 @@ class Moved(NamedTuple):
     """How an operand of the layers is a parameter, cast and in another shape: the equations from one to the other, the
     last one first.
 
-    A sum of its cotangents in the parameter's dtype is a sum of the parameter's.
+    A sum of its cotangents in `dtype`, that of the parameter's sum, is a sum of the parameter's.
     """
 
     param: int
@@ -57,12 +57,14 @@ class Divided:
       jaxpr: as that of a `Call`, with jitted functions written out.
       scan: its equation.
       consts, fixed: how many inputs are constants, and how many are constants or parameters.
+      dtype_of_sum: as that of a `Call`.
     """
 
     jaxpr: Jaxpr
     scan: JaxprEqn
     consts: int
     fixed: int
+    dtype_of_sum: Callable[[Any], Any]
 
     @property
     def length(self) -> int:
@@ -104,7 +106,7 @@ class Divided:
     def moved(self) -> dict[int, Moved]:
         """The perturbed operands of the scan that are parameters, moved.
 
-        Without those whose cotangents casts on the way back would round more than the last one does.
+        Without those whose cotangents casts on the way back would round, except to the dtype of the sum.
         """
         perturbed = itertools.compress(enumerate(self.before.outvars), self.perturbed)
         return {number: moved for number, value in perturbed if (moved := self._moved(value))}
@@ -113,13 +115,14 @@ class Divided:
         param, eqns = _moved(self.before, value)
         if param not in self.before.invars[self.consts : self.fixed]:
             return None
-        avals: list[Any] = [eqn.outvars[0].aval for eqn in eqns]
-        casts = {aval.dtype for aval in avals} - {param.aval.dtype}
+        avals: list[Any] = [param.aval, *(eqn.outvars[0].aval for eqn in eqns)]
+        dtype = self.dtype_of_sum(param.aval.dtype)
+        casts = {aval.dtype for aval in avals} - {dtype}
         exact = lambda dtype: (
             jnp.issubdtype(dtype, jnp.floating) and jnp.promote_types(dtype, value.aval.dtype) == dtype
         )
         number = self.before.invars.index(param) - self.consts
-        return Moved(number, param.aval.dtype, eqns) if all(map(exact, casts)) else None
+        return Moved(number, dtype, eqns) if all(map(exact, casts)) else None
 
 
 def _moved(jaxpr: Jaxpr, value: Any) -> tuple[Any, list[JaxprEqn]]:
@@ -153,7 +156,7 @@ def divisions(call: Call) -> list[Divided]:
     )
     jaxpr = written_out(call.jaxpr, varies, has_scan)
     scans = (eqn for eqn in jaxpr.eqns if eqn.primitive is scan_p)
-    return [Divided(jaxpr, scan, len(call.consts), call.fixed) for scan in scans]
+    return [Divided(jaxpr, scan, len(call.consts), call.fixed, call.dtype_of_sum) for scan in scans]
 
 
 @dataclass(frozen=True, eq=False)
@@ -285,6 +288,11 @@ class StagedLoss:
         """Trace a function of the constants, the parameters, a microbatch, and more."""
         consts = list(self.given[: self.divided.consts])
         return jax.make_jaxpr(run)(consts, list(self.params), self.divided.before.in_avals[self.divided.fixed :], more)
+
+    def zero_sum(self, param: int) -> Any:
+        """Return what the sum of the gradients of a parameter begins with."""
+        aval = jax.typeof(self.params[param])
+        return filled(aval.update(dtype=self.divided.dtype_of_sum(aval.dtype)), 0)
 
     @property
     def beside(self) -> tuple[Jaxpr, ...]:

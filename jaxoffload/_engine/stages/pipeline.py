@@ -23,8 +23,8 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-from ..._jax import add_jaxvals, on_device
-from ..layers.rows import filled
+from ..._jax import add_jaxvals
+from ..layers.rows import filled, summand
 from .chunk import Chunks, Held, Slot
 from .collectives import refuse_traced
 from .loss import StagedLoss
@@ -88,13 +88,13 @@ def _begin(loss: StagedLoss) -> _State:
     _, on_stages, _ = specs(chunks.axis)
     of_stages = mapped(chunks.axis, held, (), on_stages)()
     sums_of_xs = list(map(chunks.dealt, _zero_sums(loss, xs)))
-    sums = {number: filled(jax.typeof(loss.params[number]), 0) for number in loss.reached}
+    sums = {number: loss.zero_sum(number) for number in loss.reached}
     results = zeros(loss.divided.behind.out_avals, schedule.microbatches)
     return _State(results, sums, [], of_stages._replace(xs=sums_of_xs))
 
 
 def _zero_sums(loss: StagedLoss, operands: Sequence[int]) -> list[Any]:
-    """Return zeros for the sums of their cotangents, in the dtype of the parameter that each is moved from.
+    """Return zeros for the sums of their cotangents, in the dtype of the sum of the parameter that each is moved from.
 
     Each is full of a zero of its own. XLA would merge equal ones, and a branch that adds to them in place would hold
     and copy one more.
@@ -134,7 +134,7 @@ def _step(loss: StagedLoss, chunks: Chunks, tick: Tick, state: _State, later: An
 
 def _added(sums: dict[int, Any], cotangents: dict[int, Any]) -> dict[int, Any]:
     """The sums, with the cotangents of a microbatch."""
-    return sums | {number: add_jaxvals(sums[number], on_device(ct)) for number, ct in cotangents.items()}
+    return sums | {number: add_jaxvals(sums[number], summand(ct, sums[number])) for number, ct in cotangents.items()}
 
 
 def _gradients(loss: StagedLoss, state: _State) -> list[Any]:
@@ -148,5 +148,4 @@ def _gradients(loss: StagedLoss, state: _State) -> list[Any]:
         moved = divided.moved[operand]
         total = moved.back(total)
         sums[moved.param] = sums[moved.param] + total if moved.param in sums else total
-    avals = map(jax.typeof, loss.params)
-    return [sums[n] if n in sums else filled(aval, 0) for n, aval in enumerate(avals)]
+    return [sums[n] if n in sums else loss.zero_sum(n) for n in range(len(loss.params))]

@@ -2,7 +2,7 @@
 
 import dataclasses
 from collections.abc import Callable, Sequence
-from typing import Any, NamedTuple, Protocol
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -23,13 +23,6 @@ from .update import Input, MixesRows, Output, Update, divided
 STACK = 3  # the state of an array of so many axes, one of layers or experts, never comes to the device whole
 
 
-class Transformation(Protocol):
-    """What an `optax.GradientTransformation` has."""
-
-    init: Callable[[Any], Any]
-    update: Callable[..., tuple[Any, Any]]
-
-
 class HostState(NamedTuple):
     """The state of a `HostOptimizer`.
 
@@ -47,7 +40,7 @@ _OFFLOAD = Policy(default="offload")
 
 
 def host_optimizer(
-    tx: Transformation,
+    tx: Any,
     *,
     policy: Policy = _OFFLOAD,
     shardings: Any = None,
@@ -112,7 +105,7 @@ def host_optimizer(
 class HostOptimizer:
     """What `host_optimizer` returns: its arguments, and the functions of an optimizer."""
 
-    tx: Transformation
+    tx: Any
     policy: Policy
     shardings: Any
     masters: bool

@@ -12,7 +12,7 @@ from .._jax import nbytes
 from .._policy import Policy, PolicyError
 from .._text import nearest, readable
 
-MOST_BLOCKS = 64  # of an array. The first must come, and the last go, with nothing beside: two of so many
+MOST_BLOCKS = 128  # of an array: more than most stacks have layers. The first and the last have nothing beside
 
 
 class Placed(NamedTuple):

@@ -22,7 +22,7 @@ KEY = jax.random.key(0)
 
 def params_in(dtype=jnp.float32):
     """Two stacks of layers of unlike length, a table, and one of a prime number of rows, which comes whole."""
-    shapes = {"layers/w": (4, 8, 16), "layers/scale": (4, 8), "dense/w": (3, 8, 8), "table": (60, 8), "odd": (67, 8)}
+    shapes = {"layers/w": (4, 8, 16), "layers/scale": (4, 8), "dense/w": (3, 8, 8), "table": (60, 8), "odd": (131, 8)}
     drawn = {
         name: jax.random.normal(jax.random.fold_in(KEY, n), s, dtype) for n, (name, s) in enumerate(shapes.items())
     }
@@ -289,7 +289,7 @@ parameter     state     place   blocks  reason
 dense/w       1.50 KiB  device  1       default
 layers/scale  256 B     device  1       smaller than min_offload_bytes (1000 B)
 layers/w      4.00 KiB  host    4       layers/*
-odd           4.19 KiB  device  1       default
+odd           8.19 KiB  device  1       default
 table         3.75 KiB  device  1       table"""
     placements = tx.placements(jax.eval_shape(params_in))
     assert str(placements) == expected and placements.host_bytes == 2 * 4 * 8 * 16 * 4

@@ -21,7 +21,7 @@ from common import PATIENCE, ROOT, gradient, in_a_loop, needs_te
 from described_gpu import OPTIONS, begun_after, compiled, gpu, matmuls, module_of, nothing_cached, two_gpus
 from flax import nnx
 from jax import lax
-from jax.sharding import Mesh, NamedSharding, PartitionSpec, SingleDeviceSharding
+from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec, SingleDeviceSharding
 
 from jaxoffload import (
     Policy,
@@ -641,24 +641,46 @@ def test_the_hosts_need_of_a_whole_program_is_no_less_than_xla_plans(gpu):
     assert planned > 0
 
 
+TABLE, STACK = (8192, 512), (8, 512, 2048)
+CLIPPED = optax.chain(optax.clip_by_global_norm(1.0), optax.adamw(1e-3))
+
+
+def directions_in_loops(module):
+    """Return, for each loop, whether each of its copies goes to the host; all rows are in range."""
+    loops = defaultdict(list)
+    for copy in hlo.host_copies(module).values():
+        if copy.loop in module.trip_counts:
+            loops[copy.loop].append(copy.to_host)
+            assert 0 <= min(copy.rows) <= max(copy.rows) < (STACK if copy.nbytes > 2**19 else TABLE)[0]
+    at_ends = [line for line in hlo.kernels_on_host_memory(module) if line.computation not in module.trip_counts]
+    assert at_ends == hlo.kernels_on_host_memory(module)
+    assert {line.opcode for line in at_ends} == {"dynamic-slice", "dynamic-update-slice"}
+    return loops.values()
+
+
 @pytest.mark.claim("host-state-streams")
 def test_an_optimizers_state_comes_and_goes_at_once(gpu):
     """In each loop, blocks come and go by DMA, in range. Nothing is copied from the host to the host, or computed
     there; kernels read the first block that comes, and write the last that goes, which are outside of the loops."""
-    one = SingleDeviceSharding(jax.devices("cpu")[0])
-    tx = optax.chain(optax.clip_by_global_norm(1.0), optax.adamw(1e-3))
-    tx = host_optimizer(tx, shardings=one, masters=True)
-    layers, words = 8, 8192
-    shapes = {"up": (layers, 512, 2048), "down": (layers, 2048, 512), "table": (words, 512)}
-    params = {name: jax.ShapeDtypeStruct(shape, jnp.bfloat16) for name, shape in shapes.items()}
+    tx = host_optimizer(CLIPPED, shardings=SingleDeviceSharding(jax.devices("cpu")[0]), masters=True)
+    params = {name: jax.ShapeDtypeStruct(shape, jnp.bfloat16) for name, shape in (("table", TABLE), ("stack", STACK))}
     module = module_of(compiled(gpu, lambda g, p: tx.apply(g, p, tx.init(p)), params, params))
-    loops = {}
-    for copy in hlo.host_copies(module).values():
-        if copy.loop in module.trip_counts:
-            loops.setdefault(copy.loop, []).append(copy.to_host)
-            assert 0 <= min(copy.rows) <= max(copy.rows) < (layers if copy.nbytes > 2**20 else words)
-    both = [directions for directions in loops.values() if False in directions]  # the others are those of init
+    both = [directions for directions in directions_in_loops(module) if False in directions]  # others are of init
     assert len(both) == 2 and all(directions.count(True) == directions.count(False) for directions in both)
-    at_ends = [line for line in hlo.kernels_on_host_memory(module) if line.computation not in module.trip_counts]
-    assert at_ends == hlo.kernels_on_host_memory(module)
-    assert {line.opcode for line in at_ends} == {"dynamic-slice", "dynamic-update-slice"}
+
+
+@pytest.mark.parametrize("kind", [AxisType.Auto, AxisType.Explicit], ids=str)
+def test_each_gpu_streams_its_own_part_of_an_optimizers_state(two_gpus, kind):
+    """The GPUs exchange the norm of the gradients, and nothing else."""
+    mesh = Mesh(np.array(two_gpus), ("fsdp",), axis_types=(kind,))
+    place = {"table": NamedSharding(mesh, PartitionSpec("fsdp", None))}
+    place["stack"] = NamedSharding(mesh, PartitionSpec(None, "fsdp", None))
+    shapes = {"table": TABLE, "stack": STACK}
+    params = {name: jax.ShapeDtypeStruct(s, jnp.bfloat16, sharding=place[name]) for name, s in shapes.items()}
+    tx = host_optimizer(CLIPPED, shardings=place, masters=True)
+    with jax.set_mesh(mesh):
+        step = jax.jit(lambda g, p: tx.apply(g, p, tx.init(p)), compiler_options=OPTIONS)
+        module = module_of(step.lower(params, params).compile())
+    both = [directions for directions in directions_in_loops(module) if False in directions]
+    assert len(both) == 2 and all(directions.count(True) == directions.count(False) for directions in both)
+    assert [line.opcode for line in module if re.match("all-|collective|reduce-scatter", line.opcode)] == ["all-reduce"]

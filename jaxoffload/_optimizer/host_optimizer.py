@@ -205,7 +205,7 @@ class HostOptimizer:
             of = owners(inner, params)
             leaves = [x.astype(self.state_dtype) if casts(n, x) else x for n, x in zip(of, leaves, strict=True)]
             inner = jax.tree.unflatten(tree, leaves)
-        zeros = lambda x: jnp.zeros(x.shape, jnp.int16) if x.dtype == jnp.bfloat16 else None
+        zeros = lambda x: jnp.zeros_like(x, jnp.int16) if x.dtype == jnp.bfloat16 else None
         return HostState(inner, jax.tree.map(zeros, params) if self.masters else None)
 
     def _weights(self, params: Any, remainders: Any) -> Any:

@@ -35,8 +35,9 @@ def params_in(dtype=jnp.float32):
 
 
 def gradients_of(params, step):
-    draw = lambda x: jax.random.normal(jax.random.fold_in(KEY, step + x.size), x.shape, x.dtype)
-    return jax.tree.map(lambda x: jax.device_put(draw(x), x.sharding), params)
+    leaves, tree = jax.tree.flatten(params)
+    draw = lambda n, x: jax.random.normal(jax.random.fold_in(KEY, 100 * step + n), x.shape, x.dtype)
+    return jax.tree.unflatten(tree, [jax.device_put(draw(n, x), x.sharding) for n, x in enumerate(leaves)])
 
 
 def of_optax(tx):
@@ -137,6 +138,21 @@ def test_a_transformation_of_ones_own_is_judged_by_what_it_computes():
         return jax.tree.map(jnp.negative, m), {"m": m, "calls": state["calls"] + 1}
 
     tx, params = optax.GradientTransformation(init, update), params_in()
+    ours = host_optimizer(tx, policy=ALL, shardings=ONE)
+    found = after_steps(jax.jit(ours.apply, compiler_options=exact_options()), params, ours.init(params))
+    assert_equal((found[0], found[1].inner), after_steps(of_optax(tx), params, tx.init(params)))
+
+
+def test_an_update_may_read_the_gradient_of_another_array():
+    """Which is on the device, whole: of it, too, blocks read the rows that belong to them."""
+    init = lambda params: jax.tree.map(jnp.zeros_like, params)
+
+    def update(gradients, state, params=None):
+        state = {"a": 0.9 * state["a"] + jnp.tanh(gradients["b"]), "b": 0.9 * state["b"] + gradients["a"]}
+        return jax.tree.map(jnp.negative, state), state
+
+    draw = lambda n: jax.random.normal(jax.random.key(n), (384, 8))  # 128 blocks of three rows
+    tx, params = optax.GradientTransformation(init, update), {"a": draw(0), "b": draw(1)}
     ours = host_optimizer(tx, policy=ALL, shardings=ONE)
     found = after_steps(jax.jit(ours.apply, compiler_options=exact_options()), params, ours.init(params))
     assert_equal((found[0], found[1].inner), after_steps(of_optax(tx), params, tx.init(params)))
@@ -309,6 +325,10 @@ table         3.75 KiB  device  1       table"""
             r"residuals\['table'\]: 'recompute' is not allowed for a state",
         ),
         (Policy(), "default: 'recompute' is not allowed for a state; use save or offload"),
+        (
+            Policy(default="offload", resident_layers=2),
+            "resident_layers: 2 is about residuals, not about a state; leave it 1",
+        ),
     ],
 )
 def test_a_policy_that_means_nothing_here_is_refused(policy, why):

@@ -39,7 +39,7 @@ from jaxoffload._engine.jaxprs.walk import walk
 from jaxoffload._engine.microbatches.interleaved import interleaved_p
 from jaxoffload._tracing import as_reference
 from jaxoffload.grouped import grouped_matmul
-from jaxoffload.proof import scheduling_options
+from jaxoffload.proof import memory_plan, scheduling_options
 from jaxoffload.proof._program import hlo
 from jaxoffload.proof._program import kernels as _kernels
 from jaxoffload.proof._program import scheduling as _scheduling
@@ -667,6 +667,17 @@ def test_an_optimizers_state_comes_and_goes_at_once(gpu):
     module = module_of(compiled(gpu, lambda g, p: tx.apply(g, p, tx.init(p)), params, params))
     both = [directions for directions in directions_in_loops(module) if False in directions]  # others are of init
     assert len(both) == 2 and all(directions.count(True) == directions.count(False) for directions in both)
+
+
+@pytest.mark.claim("host-state-in-blocks")
+def test_the_device_holds_three_blocks_of_an_optimizers_state(gpu):
+    """However many layers there are; and no set of updates."""
+    tx = host_optimizer(CLIPPED, shardings=SingleDeviceSharding(jax.devices("cpu")[0]), masters=True)
+    step = lambda g, p: tx.apply(g, p, tx.init(p))
+    stacks = [jax.ShapeDtypeStruct((layers, *STACK[1:]), jnp.bfloat16) for layers in (8, 32)]
+    few, many = (memory_plan(compiled(gpu, step, stack, stack)).temp_size_in_bytes for stack in stacks)
+    block = STACK[1] * STACK[2] * (4 + 4 + 2)  # two moments and a remainder
+    assert few == many < 3 * block
 
 
 @pytest.mark.parametrize("kind", [AxisType.Auto, AxisType.Explicit], ids=str)

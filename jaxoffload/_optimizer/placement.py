@@ -1,5 +1,6 @@
 """Decide where the state of each parameter lives, and in how many blocks it streams."""
 
+import dataclasses
 from collections.abc import Sequence
 from typing import Any, NamedTuple
 
@@ -95,6 +96,11 @@ def _placed(policy: Policy, name: str, param: Any, size: int, sharding: Any) -> 
 
 def _check(policy: Policy, names: Sequence[str]) -> None:
     problems = []
+    for field in dataclasses.fields(policy):
+        given, unset = getattr(policy, field.name), field.default
+        if field.name not in ("residuals", "default", "min_offload_bytes") and given != unset:
+            text = f"{field.name}: {given!r} is about residuals, not about a state; leave it {unset!r}"
+            problems.append(Problem(field.name, text))
     for pattern, decision in [*policy.rules, ("default", policy.default)]:
         source = "default" if pattern == "default" else policy.source(pattern)
         if decision == "recompute":

@@ -95,7 +95,7 @@ def _of_one_kernel(eqn: JaxprEqn, axes: Axes, size: Size) -> tuple[Axes, int, di
     if name == "broadcast_in_dim":
         axis = params["broadcast_dimensions"][at]
         return axes, axis, {"shape": size.replaced(params["shape"], axis)}
-    if name == "reshape":
+    if name == "reshape" and params["dimensions"] is None:
         sizes, before = params["new_sizes"], math.prod(shapes[0][:at])
         for axis, length in enumerate(sizes):
             if length == size.whole and math.prod(sizes[:axis]) == before:

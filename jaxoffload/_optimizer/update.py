@@ -82,7 +82,7 @@ class Update(NamedTuple):
         come_whole = list(dict.fromkeys(x.leaf for x in self.inputs if x.on_host and x.leaf not in self.blocks))
 
         on_device = [n for n, out in enumerate(self.outputs) if out.leaf not in [*self.blocks, *come_whole]]
-        of_blocks = [v for _, taken in parts.values() for v in taken if v not in self.kinds]
+        of_blocks = [v for leaf, (_, taken) in parts.items() for v in taken if not self._is_of(leaf, v)]
         results = self._whole(on_device, values, of_blocks)
         for leaves in self._loops():
             streams = [self._stream(leaf, *parts[leaf], values, operands) for leaf in leaves]
@@ -102,6 +102,10 @@ class Update(NamedTuple):
         """Return the numbers of a leaf's results."""
         return [n for n, out in enumerate(self.outputs) if out.leaf == leaf]
 
+    def _is_of(self, leaf: int, v: Var) -> bool:
+        """Return if a variable belongs to a leaf; another leaf's is whole where this one reads it."""
+        return v in self.kinds and self.kinds[v].leaf == leaf
+
     def _whole(self, numbers: Sequence[int], values: dict[Var, Any], also: Iterable[Var] = ()) -> dict[int, Any]:
         """Return results by their numbers, computed on whole arrays; add what they need, and `also`, to `values`."""
         atoms = [self.jaxpr.outvars[n] for n in numbers]
@@ -113,7 +117,7 @@ class Update(NamedTuple):
     def _part(self, leaf: int) -> tuple[Part, list[Var]]:
         """Return how blocks of the results of a leaf are computed, and from blocks or whole values of what."""
         results = [self.jaxpr.outvars[n] for n in self._of(leaf)]
-        is_of = lambda v: v in self.kinds and self.kinds[v].leaf == leaf
+        is_of = lambda v: self._is_of(leaf, v)
         varying = depending(self.jaxpr, self.jaxpr.invars, lambda _: False)
 
         def is_inside(eqn: JaxprEqn) -> bool:
@@ -162,7 +166,7 @@ class Update(NamedTuple):
         def compute(i: Any, fetched: list[Any]) -> tuple[list[Any], list[Any]]:
             there = dict(zip(on_host, fetched, strict=True))
             block = lambda n: there[n] if n in there else blocks.take(operands[n], i)
-            rows = [block(number[v]) if v in self.kinds else values[v] for v in taken]
+            rows = [block(number[v]) if self._is_of(leaf, v) else values[v] for v in taken]
             new = part.run(lambda x, axis: blocks.take(x, i, axis), rows, [0] * len(outputs))
             pairs = list(zip(new, outputs, strict=True))
             return [x for x, out in pairs if out.on_host], [x for x, out in pairs if not out.on_host]

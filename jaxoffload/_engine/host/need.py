@@ -53,13 +53,14 @@ def need_of(jaxpr: Jaxpr, results_too: bool = True) -> Need:
     """Return what a program offloads, except its inputs in host memory. `results_too`: its results count."""
     program = straight(jaxpr)
     returned = set() if results_too else set(program.outputs)
+    rows = program.written | {x.moved for op in program.ops for x in op.results if x.moved}
     need = Need()
     for op in program.ops:
-        need = need.plus(_of_op(op, program, returned))
+        need = need.plus(_of_op(op, program, returned, rows))
     return need
 
 
-def _of_op(op: Op, program: Straight, returned: set[Buffer | None]) -> Need:
+def _of_op(op: Op, program: Straight, returned: set[Buffer | None], rows: set[Buffer]) -> Need:
     eqn = op.eqn
     if isinstance(need := eqn.params.get("need"), Need):  # microbatches'
         return need
@@ -68,7 +69,7 @@ def _of_op(op: Op, program: Straight, returned: set[Buffer | None]) -> Need:
         need = Need(loops.stacks if eqn.primitive.name == FORWARD else ())
         inside = [(segment.layers, 1, need_of(segment.jaxpr, False)) for segment in loops.segments]
     else:
-        need = Need(other=sum(map(program.share, _stored_on_host(op, program) - returned)))
+        need = Need(other=sum(map(program.share, _stored_on_host(op, program, rows) - returned)))
         length, unroll = eqn.params.get("length", 2), eqn.params.get("unroll", 1)  # 2: more than one
         inside = [(length, min(unroll, length), need_of(body, False)) for body in nested(eqn)]
     for length, times, one in inside:  # XLA inlines a loop of one iteration
@@ -76,15 +77,15 @@ def _of_op(op: Op, program: Straight, returned: set[Buffer | None]) -> Need:
     return need
 
 
-def _stored_on_host(op: Op, program: Straight) -> set[Buffer]:
+def _stored_on_host(op: Op, program: Straight, rows: set[Buffer]) -> set[Buffer]:
     """Return the results of an op that need room on the host: not what a scan carries there, which it updates in place,
-    nor rows that a copy takes from a stack or writes into one."""
+    nor `rows` that a copy takes from a stack or writes into one."""
     results = {x for x in op.results if on_host(x.aval)} - program.written
     if op.eqn.primitive is scan_p:
         is_carried = [operand is None for operand in operands_of(op.eqn, op.eqn.params["jaxpr"])]
         carried = zip(op.results, itertools.compress(op.operands, is_carried), strict=False)
         return results - {result for result, operand in carried if operand and on_host(operand.aval)}
-    return set() if op.eqn.primitive is dynamic_slice_p else results
+    return results - rows if op.eqn.primitive is dynamic_slice_p else results
 
 
 def held_by_arguments(jaxpr: Jaxpr) -> int:

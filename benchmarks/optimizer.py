@@ -4,8 +4,9 @@
     python -m benchmarks.optimizer --layers 16 --modes sgd host device whole --out FILE
 
 A step sums the gradients of the microbatches and updates. Each mode has a state of its own, so they run one after
-another. `update` is the update alone; `gb_each_way` is what it fetches, and writes. `equal`: whether 20 steps of two
-layers have the same bits with the state on the host and on the device.
+another. `update` is the update alone; `gb_each_way` is what it fetches, and writes; `bus_gb_s`: what the bus copies each
+way while it copies both ways. `equal`: whether 20 steps of two layers have the same bits with the state on the host and
+on the device.
 """
 
 import argparse
@@ -26,6 +27,7 @@ from benchmarks.cases import OVERLAP, SIZES, accumulated, in_microbatches, loss_
 from benchmarks.dense import CASE
 from jaxoffload import Policy
 from jaxoffload.proof import exact_options
+from jaxoffload.proof._predict.measure import bus
 
 MODES = {
     "sgd": "no optimizer: weights descend along the gradients",
@@ -96,7 +98,8 @@ def abstract(options: argparse.Namespace, mode: str) -> Any:
 
 def equal(options: argparse.Namespace) -> bool:
     """Return if weights, moments and remainders have the same bits after STEPS steps."""
-    few = argparse.Namespace(**vars(options) | {"layers": 2, "microbatches": 2})
+    # XLA's option for deterministic kernels does not reach all of cuDNN's.
+    few = argparse.Namespace(**vars(options) | {"layers": 2, "microbatches": 2, "attention": "xla"})
 
     def after(mode: str) -> list[Any]:
         step = jax.jit(step_of(few, mode), donate_argnums=0, compiler_options=exact_options())
@@ -124,11 +127,12 @@ def groups(options: argparse.Namespace) -> Iterator[bench.Group]:
         yield bench.Group((), {(mode, "overlap"): step}, make, flops, 1)
 
 
-def ratios(modes: dict[str, Any], _: argparse.Namespace) -> dict[str, float]:
+def ratios(modes: dict[str, Any], options: argparse.Namespace) -> dict[str, float]:
     pairs = [(mode, "sgd") for mode in ("host", "host_float32", "device", "whole")]
     found = bench.ratios(modes, [*pairs, ("device", "host"), ("whole", "host")])
     if "ms" in (update := modes.get("update", {})):
         found["update, GB/s each way"] = round(1e3 * update["gb_each_way"] / update["ms"], 3)
+        found["update, of the bus's rate"] = round(1e3 * update["gb_each_way"] / update["ms"] / options.bus_gb_s, 3)
     return found
 
 
@@ -144,5 +148,6 @@ if __name__ == "__main__":
     more = {"modes": [*MODES], "microbatches": 32, "rounds": 1}
     options = bench.parser(__doc__, "optimizer", **sizes, **more).parse_args()
     bench.prepare(options.attention)
-    more = {"shape": shape_of(options) | {"dtype": "bfloat16"}, "equal": equal(options)}
+    options.bus_gb_s = round(bus(jax.devices()[:1], scale=1 if jax.default_backend() == "gpu" else 64).together, 2)
+    more = {"bus_gb_s": options.bus_gb_s, "shape": shape_of(options) | {"dtype": "bfloat16"}, "equal": equal(options)}
     print(table(bench.main("optimizer", options, groups, ratios, **more)))

@@ -29,7 +29,10 @@ from .._jax import dce_jaxpr, nbytes, where_written
 from .rows import Mixed, Part, Size, rule_of, through
 from .stream import Blocks, Stream, stream
 
-LOOP_BYTES = 256 * 2**20  # per device, of the blocks of an iteration; more only if one leaf has more
+# Per device, of the blocks of an iteration; more only if one leaf has more. In each iteration the last array that is
+# written, and the first that is read, have nothing beside them: a loop should have many arrays, the smallest at its end
+# (H100, three arrays of equal size: 35 GB/s each way rather than 45).
+LOOP_BYTES = 2 * 2**30
 
 
 class Input(NamedTuple):
@@ -141,20 +144,23 @@ class Update(NamedTuple):
         return Size(aval.shape[0], aval.shape[0] // self.blocks[leaf].number)
 
     def _loops(self) -> list[list[int]]:
-        """Return the leaves that stream, those of each loop."""
+        """Return the leaves that stream, those of each loop, the largest first."""
         loops: list[list[int]] = []
         number = lambda leaf: self.blocks[leaf].number
         for _, leaves in itertools.groupby(sorted(self.blocks, key=number), number):
-            size = LOOP_BYTES
-            for leaf in leaves:
-                parts = number(leaf) * division(self.blocks[leaf].sharding).parts
-                of_leaf = (nbytes(self.jaxpr.outvars[n].aval) for n in self._of(leaf) if self.outputs[n].on_host)
-                size += (each := sum(of_leaf) // parts)
-                if size > LOOP_BYTES:
+            loop_bytes = LOOP_BYTES
+            for leaf in sorted(leaves, key=self._block_bytes, reverse=True):
+                loop_bytes += self._block_bytes(leaf)
+                if loop_bytes > LOOP_BYTES:
                     loops.append([])
-                    size = each
+                    loop_bytes = self._block_bytes(leaf)
                 loops[-1].append(leaf)
         return loops
+
+    def _block_bytes(self, leaf: int) -> int:
+        """Return the bytes of a block of a leaf's state, per device."""
+        of_leaf = sum(nbytes(self.jaxpr.outvars[n].aval) for n in self._of(leaf) if self.outputs[n].on_host)
+        return of_leaf // (self.blocks[leaf].number * division(self.blocks[leaf].sharding).parts)
 
     def _stream(
         self, leaf: int, part: Part, taken: list[Var], values: dict[Var, Any], operands: Sequence[Any]

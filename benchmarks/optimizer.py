@@ -26,8 +26,8 @@ from benchmarks.bench import cells, markdown
 from benchmarks.cases import OVERLAP, SIZES, accumulated, in_microbatches, loss_of, model_flops, ours, shape_of, start
 from benchmarks.dense import CASE
 from jaxoffload import Policy
-from jaxoffload.proof import exact_options
 from jaxoffload.proof._predict.measure import bus
+from jaxoffload.proof._program.exact import repeatable_options
 
 MODES = {
     "sgd": "no optimizer: weights descend along the gradients",
@@ -102,7 +102,7 @@ def equal(options: argparse.Namespace) -> bool:
     few = argparse.Namespace(**vars(options) | {"layers": 2, "microbatches": 2, "attention": "xla"})
 
     def after(mode: str) -> list[Any]:
-        step = jax.jit(step_of(few, mode), donate_argnums=0, compiler_options=exact_options())
+        step = jax.jit(step_of(few, mode), donate_argnums=0, compiler_options=repeatable_options())
         of, batch = initial(few, mode)
         for _ in range(STEPS):
             of, batch = step(of, batch)

@@ -149,5 +149,7 @@ if __name__ == "__main__":
     options = bench.parser(__doc__, "optimizer", **sizes, **more).parse_args()
     bench.prepare(options.attention)
     options.bus_gb_s = round(bus(jax.devices()[:1], scale=1 if jax.default_backend() == "gpu" else 64).together, 2)
-    more = {"bus_gb_s": options.bus_gb_s, "shape": shape_of(options) | {"dtype": "bfloat16"}, "equal": equal(options)}
-    print(table(bench.main("optimizer", options, groups, ratios, **more)))
+    more = {"bus_gb_s": options.bus_gb_s, "shape": shape_of(options) | {"dtype": "bfloat16"}}
+    result = bench.main("optimizer", options, groups, ratios, **more)
+    bench.write(options, result | {"equal": equal(options)})
+    print(table(result))

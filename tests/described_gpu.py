@@ -71,10 +71,10 @@ def described(count):
         pytest.skip(f"needs an NVIDIA GPU, or jax-cuda13-plugin and jax-cuda13-pjrt to compile for one: {error}")
 
 
-def compiled(gpu, f, *shapes, options=OPTIONS):
+def compiled(gpu, f, *shapes, options=OPTIONS, donate_argnums=()):
     everywhere = NamedSharding(Mesh(np.array([gpu]), "x"), PartitionSpec())
     args = jax.tree.map(lambda a: jax.ShapeDtypeStruct(a.shape, a.dtype, sharding=everywhere), shapes)
-    return jax.jit(f, compiler_options=options).lower(*args).compile()
+    return jax.jit(f, donate_argnums=donate_argnums, compiler_options=options).lower(*args).compile()
 
 
 def module_of(program):

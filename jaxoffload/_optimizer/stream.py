@@ -81,14 +81,14 @@ class Stream(NamedTuple):
       reads: whether the new state is computed from the one that is there.
       on_host: its state.
       on_device: what is replaced there, in place: the parameter.
-      compute: the number of a block, and the block of the state -> that of the new state, and that of `on_device`.
+      compute: the number of a block, and the blocks of `on_host` and of `on_device` -> the new ones.
     """
 
     blocks: Blocks
     reads: bool
     on_host: Sequence[Any]
     on_device: Sequence[Any]
-    compute: Callable[[Any, list[Any]], tuple[list[Any], list[Any]]]
+    compute: Callable[[Any, list[Any], list[Any]], tuple[list[Any], list[Any]]]
 
 
 Arrays = list[list[Any]]
@@ -107,7 +107,9 @@ def stream(leaves: Sequence[Stream]) -> tuple[Arrays, Arrays]:
         coming = fetched if is_last else fetch(stacks, i + 1)
         i_device = i + zero
         for n, leaf in enumerate(leaves):
-            new, replaced = leaf.compute(i_device, fetched[n])
+            # From the array that is replaced: from the one that was given, XLA would copy it before the loop.
+            old = [leaf.blocks.take(x, i_device) for x in arrays[n]]
+            new, replaced = leaf.compute(i_device, fetched[n], old)
             for k, block in enumerate(new):
                 # Each array is read before it is written, so XLA need not copy it. An order of all reads before all
                 # writes would have the two directions of the bus wait for each other.

@@ -167,10 +167,11 @@ class Update(NamedTuple):
     ) -> Stream:
         blocks, outputs = self.blocks[leaf], [self.outputs[n] for n in self._of(leaf)]
         number = {v: n for n, v in enumerate(self.jaxpr.invars)}
-        on_host = [out.into for out in outputs if out.on_host and out.into is not None]
+        replaced = [out.into for out in outputs if out.into is not None]
+        on_host, on_device = ([n for n in replaced if self.inputs[n].on_host is there] for there in (True, False))
 
-        def compute(i: Any, fetched: list[Any]) -> tuple[list[Any], list[Any]]:
-            there = dict(zip(on_host, fetched, strict=True))
+        def compute(i: Any, fetched: list[Any], old: list[Any]) -> tuple[list[Any], list[Any]]:
+            there = dict(zip([*on_host, *on_device], [*fetched, *old], strict=True))
             block = lambda n: there[n] if n in there else blocks.take(operands[n], i)
             rows = [block(number[v]) if self._is_of(leaf, v) else values[v] for v in taken]
             new = part.run(lambda x, axis: blocks.take(x, i, axis), rows, [0] * len(outputs))
@@ -179,8 +180,7 @@ class Update(NamedTuple):
 
         empty = lambda n: to_host(blocks.sharded(filled(self.jaxpr.outvars[n].aval)))
         stacks = [operands[n] for n in on_host] or [empty(n) for n in self._of(leaf) if self.outputs[n].on_host]
-        arrays = [operands[out.into] for out in outputs if not out.on_host and out.into is not None]
-        return Stream(blocks, bool(on_host), stacks, arrays, compute)
+        return Stream(blocks, bool(on_host), stacks, [operands[n] for n in on_device], compute)
 
 
 def needed(jaxpr: Jaxpr, atoms: Iterable[Any], values: Iterable[Var]) -> list[JaxprEqn]:

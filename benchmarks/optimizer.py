@@ -4,9 +4,9 @@
     python -m benchmarks.optimizer --layers 16 --modes sgd host device whole --out FILE
 
 A step sums the gradients of the microbatches and updates. Each mode has a state of its own, so they run one after
-another. `update` is the update alone; `gb_each_way` is what it fetches, and writes; `bus_gb_s`: what the bus copies each
-way while it copies both ways. `equal`: whether 20 steps of two layers have the same bits with the state on the host and
-on the device.
+another. `update` is the update alone; `gb_each_way` is what it fetches, and writes; `bus_gb_s`: what the bus copies
+each way while it copies both ways. `equal`: whether 20 steps of two layers have the same bits with the state on the
+host and on the device.
 """
 
 import argparse

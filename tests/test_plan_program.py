@@ -158,5 +158,7 @@ def test_a_plan_fits_by_xlas_own_plan(gpu, f):
     assert found.summary.endswith("memory is as XLA plans it")
     guess = plan(f, *args, machine=H200, budget=budget, compile=False)
     assert guess.compiled is None and guess.step_ms == pytest.approx(found.step_ms, rel=0.1)
-    with pytest.raises(NothingFits, match="by XLA's plan"):
+    # jaxlib 0.11 cannot compile the smallest policy of microbatches, and a guess remains.
+    how = "by XLA's plan" if jax.__version_info__ >= (0, 12) or f is loss else "estimated"
+    with pytest.raises(NothingFits, match=how):
         plan(f, *args, machine=H200, budget=found.memory.arguments)

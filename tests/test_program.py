@@ -409,7 +409,13 @@ def copies_in_order(module):
     return of(next(name for name in module.computations if name.startswith("main")))
 
 
-@pytest.mark.parametrize("layers, microbatches, fields", [(7, 6, {}), (8, 5, {"resident_layers": 0})], ids=str)
+IN_MICROBATCHES = [(7, 6, {}), (8, 5, {"resident_layers": 0})]
+
+
+# What jaxlib 0.11 says of the last layer's copy, which stands alone, does not suffice to name it where a loop has it.
+@pytest.mark.parametrize(
+    "layers, microbatches, fields", IN_MICROBATCHES[: 1 + (jax.__version_info__ >= (0, 12))], ids=str
+)
 def test_each_copy_of_interleaved_microbatches_has_its_layer(gpu, layers, microbatches, fields):
     """However XLA unrolls the loops; nothing runs here, the events are made up."""
     policy = Policy(OFFLOADED, min_offload_bytes=0, **fields)

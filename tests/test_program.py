@@ -658,16 +658,16 @@ def directions_in_loops(module):
         if copy.loop in module.trip_counts:
             loops[copy.loop].append(copy.to_host)
             assert 0 <= min(copy.rows) <= max(copy.rows) < (STACK if copy.nbytes > 2**19 else TABLE)[0]
-    at_ends = [line for line in hlo.kernels_on_host_memory(module) if line.computation not in module.trip_counts]
-    assert at_ends == hlo.kernels_on_host_memory(module)
-    assert {line.opcode for line in at_ends} == {"dynamic-slice", "dynamic-update-slice"}
+    by_kernels = hlo.kernels_on_host_memory(module)
+    assert not any(line.computation in module.trip_counts for line in by_kernels)
+    assert {line.opcode for line in by_kernels} == {"dynamic-slice"}
     return loops.values()
 
 
 @pytest.mark.claim("host-state-streams")
 def test_an_optimizers_state_comes_and_goes_at_once(gpu):
     """In each loop, blocks come and go by DMA, in range. Nothing is copied from the host to the host, or computed
-    there; kernels read the first block that comes, and write the last that goes, which are outside of the loops."""
+    there; kernels read the first block that comes, which is outside of the loop."""
     tx = host_optimizer(CLIPPED, shardings=SingleDeviceSharding(jax.devices("cpu")[0]), masters=True)
     params = {name: jax.ShapeDtypeStruct(shape, jnp.bfloat16) for name, shape in (("table", TABLE), ("stack", STACK))}
     module = module_of(compiled(gpu, lambda g, p: tx.apply(g, p, tx.init(p)), params, params))
@@ -676,7 +676,7 @@ def test_an_optimizers_state_comes_and_goes_at_once(gpu):
 
 
 @pytest.mark.claim("host-state-in-blocks")
-def test_the_device_holds_three_blocks_of_an_optimizers_state(gpu):
+def test_the_device_holds_four_blocks_of_an_optimizers_state(gpu):
     """However many layers there are; no set of updates, and no copy of the weights."""
     tx = host_optimizer(CLIPPED, shardings=SingleDeviceSharding(jax.devices("cpu")[0]), masters=True)
     step = lambda g, p: tx.apply(g, p, tx.init(p))
@@ -684,7 +684,7 @@ def test_the_device_holds_three_blocks_of_an_optimizers_state(gpu):
     programs = (compiled(gpu, step, stack, stack, donate_argnums=1) for stack in stacks)
     few, many = (memory_plan(program).temp_size_in_bytes for program in programs)
     block = STACK[1] * STACK[2] * (4 + 4 + 2)  # two moments and a remainder
-    assert few == many < 3 * block
+    assert few == many < 4 * block
 
 
 @pytest.mark.parametrize("kind", [AxisType.Auto, AxisType.Explicit], ids=str)
@@ -701,4 +701,5 @@ def test_each_gpu_streams_its_own_part_of_an_optimizers_state(two_gpus, kind):
         module = module_of(step.lower(params, params).compile())
     both = [directions for directions in directions_in_loops(module) if False in directions]
     assert len(both) == 2 and all(directions.count(True) == directions.count(False) for directions in both)
-    assert [line.opcode for line in module if re.match("all-|collective|reduce-scatter", line.opcode)] == ["all-reduce"]
+    exchanges = [line.opcode for line in module if re.match("all-|collective|reduce-scatter", line.opcode)]
+    assert exchanges in (["all-reduce"], ["all-reduce-start", "all-reduce-done"])

@@ -2,8 +2,8 @@
 
     iteration i:   fetch block i+1    compute block i    write block i
 
-Both copies run beside the computation, one in each direction. On the device are three blocks: one that comes, one that
-is computed with, and one that goes.
+Both copies run beside the computation, one in each direction. On the device are at most four blocks: one that comes,
+one that is computed with, what becomes of it, and one that goes.
 """
 
 from collections.abc import Callable, Sequence
@@ -102,9 +102,10 @@ def stream(leaves: Sequence[Stream]) -> tuple[Arrays, Arrays]:
         of_leaf = lambda leaf, stacks: [to_device(leaf.blocks.take(x, i)) for x in stacks] if leaf.reads else []
         return list(map(of_leaf, leaves, stacks))
 
-    def iteration(i: Any, state: tuple[Arrays, Arrays, Arrays], is_last: bool = False) -> tuple[Arrays, Arrays, Arrays]:
+    def visit(i: Any, following: Any, state: tuple[Arrays, Arrays, Arrays]) -> tuple[Arrays, Arrays, Arrays]:
+        """Compute and write block i, and fetch the one that follows, if one does."""
         stacks, arrays, fetched = state
-        coming = fetched if is_last else fetch(stacks, i + 1)
+        coming = fetched if following is None else fetch(stacks, following)
         i_device = i + zero
         for n, leaf in enumerate(leaves):
             # From the array that is replaced: from the one that was given, XLA would copy it before the loop.
@@ -114,13 +115,17 @@ def stream(leaves: Sequence[Stream]) -> tuple[Arrays, Arrays]:
                 # Each array is read before it is written, so XLA need not copy it. An order of all reads before all
                 # writes would have the two directions of the bus wait for each other.
                 stack = stacks[n][k]
-                if leaf.reads and not is_last:
+                if leaf.reads and following is not None:
                     coming[n][k], stack, block = lax.optimization_barrier((coming[n][k], stack, block))
                 stacks[n][k] = leaf.blocks.put(stack, to_host(block), i)
             arrays[n] = [leaf.blocks.put(x, block, i_device) for x, block in zip(arrays[n], replaced, strict=True)]
         return stacks, arrays, coming
 
     stacks, arrays = [list(leaf.on_host) for leaf in leaves], [list(leaf.on_device) for leaf in leaves]
-    last = leaves[0].blocks.number - 1
-    state = lax.fori_loop(0, last, iteration, (stacks, arrays, fetch(stacks, 0)))
-    return iteration(last, state, is_last=True)[:2]  # XLA:GPU would not clamp the row that it would fetch
+    half, odd = divmod(leaves[0].blocks.number, 2)
+    state = stacks, arrays, fetch(stacks, 0)  # kernels read it: XLA:GPU copies rows by DMA in loops alone
+    if odd:  # XLA:GPU would not clamp the row that an iteration for the last block would fetch
+        state = lax.fori_loop(0, 2 * half, lambda i, state: visit(i, i + 1, state), state)
+        return visit(2 * half, None, state)[:2]
+    # Two blocks in each iteration, one of each half: what follows the last of the first half is a block, too.
+    return lax.fori_loop(0, half, lambda i, state: visit(half + i, i + 1, visit(i, half + i, state)), state)[:2]

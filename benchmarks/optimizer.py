@@ -140,13 +140,17 @@ def table(result: dict[str, Any]) -> str:
     """Return the results as a Markdown table."""
     ran = ((what, result["modes"].get(mode, {})) for mode, what in MODES.items())
     head = ("", "step", "temporary device memory", "model FLOP utilisation")
-    return markdown(head, *([what, *cells(of)] for what, of in ran if "ms" in of))
+    return markdown(head, *([what, *cells(of), ""][:4] for what, of in ran if "ms" in of))
+
+
+def parse() -> argparse.Namespace:
+    sizes = SIZES | {"layers": 32, "batch": 1, "seq": 4096}
+    more = {"modes": [*MODES], "microbatches": 32, "rounds": 1}
+    return bench.parser(__doc__, "optimizer", **sizes, **more).parse_args()
 
 
 if __name__ == "__main__":
-    sizes = SIZES | {"layers": 32, "batch": 1, "seq": 4096}
-    more = {"modes": [*MODES], "microbatches": 32, "rounds": 1}
-    options = bench.parser(__doc__, "optimizer", **sizes, **more).parse_args()
+    options = parse()
     bench.prepare(options.attention)
     options.bus_gb_s = round(bus(jax.devices()[:1], scale=1 if jax.default_backend() == "gpu" else 64).together, 2)
     more = {"bus_gb_s": options.bus_gb_s, "shape": shape_of(options) | {"dtype": "bfloat16"}}

@@ -14,7 +14,7 @@ import sys
 import pytest
 from pages import CODE, COMMENT, PAGES, README, RESULTS, ROOT, TEXT, result, sections_naming, verified
 
-from benchmarks import accumulate, dense, frameworks, grouped, losses, moe, plans, remeasure, stages, sweep
+from benchmarks import accumulate, dense, frameworks, grouped, losses, moe, optimizer, plans, remeasure, stages, sweep
 from jaxoffload import Schedule
 from jaxoffload.grouped import te
 
@@ -107,6 +107,11 @@ def percent(share):
     return f"{100 * share:.0f} %"
 
 
+def of_the_optimizer(measured):
+    ratios = measured["ratios"]
+    return [percent(ratios["host/sgd"] - 1), percent(ratios["update, of the bus's rate"])]
+
+
 DIVISIONS = ("even", "falling", "skewed")
 KERNELS = list(itertools.product(("te", "mosaic"), DIVISIONS))
 BEST = steps("ours_best", "remat", "ours_saved_all")
@@ -132,6 +137,7 @@ STATED = [
     stated("plans", slower_than_the_fastest, pytest.mark.claim("plan-blind")),
     stated("plans-h100", slower_than_the_fastest, pytest.mark.claim("plan-blind-h100")),
     stated("plans-on-machine", lambda measured: slower_than_the_fastest(measured, 1.005), ()),
+    stated("optimizer", of_the_optimizer, pytest.mark.claim("host-state-costs")),
     stated("scheduling", steps_of_four, pytest.mark.claim("scheduled-faster")),
     stated("scheduling-times", steps_of_four, pytest.mark.claim("scheduled-faster")),
 ]
@@ -194,6 +200,7 @@ TABLES = [
     stages.table(result("stages-moe")),
     stages.table(result("stages-experts")),
     stages.table(result("stages-alone")),
+    optimizer.table(result("optimizer")),
 ]
 
 
@@ -303,6 +310,13 @@ def test_accumulate_that_offloads_nothing_is_no_slower_than_a_loop_in_less_memor
     ratios = result("accumulate-in-turn")["microbatches"]["4"]["ratios"]
     assert ratios["in_turn_recomputed/remat"] < 1 and ratios["in_turn_recomputed/remat by temp_gib"] < 0.63
     assert ratios["in_turn_saved/ours_saved_all"] < 0.98 and ratios["in_turn_saved/ours_saved_all by temp_gib"] < 0.76
+
+
+@pytest.mark.claim("host-state-costs")
+def test_an_optimizers_state_streams_at_the_rate_of_the_bus():
+    measured = result("optimizer")
+    assert measured["equal"] and measured["ratios"]["host/sgd"] <= 1.12
+    assert measured["ratios"]["update, of the bus's rate"] >= 0.85
 
 
 TWO = ("h200", "h100")  # machines that were measured with two GPUs
@@ -602,7 +616,7 @@ def test_every_file_can_be_remeasured(capsys):
 
 
 PARSERS = {module.__name__.split(".")[-1]: module.parse for module in (dense, moe, accumulate, sweep, frameworks)}
-PARSERS |= {module.__name__.split(".")[-1]: module.parse for module in (grouped, losses, stages, plans)}
+PARSERS |= {module.__name__.split(".")[-1]: module.parse for module in (grouped, losses, optimizer, stages, plans)}
 
 
 CASES = moe.CASES
@@ -612,8 +626,17 @@ VARIANTS = {
     "accumulate": lambda options: accumulate.variants_of(CASES[options.case]),
     "stages": lambda options: (stages.alone if options.alone else stages.variants_of)(CASES[options.case]),
     "frameworks": lambda options: frameworks.MODES,
+    "optimizer": lambda options: optimizer.MODES,
 }
-ON_H100S = ("accumulate-fsdp-4-h100", "plans-h100", "plans-on-machine", "stages", "stages-jax-0.12", "stages-moe")
+ON_H100S = (
+    "accumulate-fsdp-4-h100",
+    "optimizer",
+    "plans-h100",
+    "plans-on-machine",
+    "stages",
+    "stages-jax-0.12",
+    "stages-moe",
+)
 
 
 @pytest.mark.parametrize("name", JSON)
@@ -632,7 +655,7 @@ def test_each_file_says_what_measured_it_as_the_program_takes_it(name, monkeypat
     if "modes" in options:
         variants = VARIANTS[program](options)
         assert set(options.modes) <= variants.keys()
-        assert set(options.variants) <= {name for of in variants.values() for name in of}
+        assert set(vars(options).get("variants", [])) <= {name for of in variants.values() for name in of}
 
 
 def test_pages_name_the_gpus_that_measured():

@@ -14,10 +14,10 @@ import jax
 
 from benchmarks.bench import provenance
 from jaxoffload import proof
+from jaxoffload.proof._profile import profile_of
 from jaxoffload.proof._program.hlo import host_copies, parse
 from jaxoffload.proof._program.target import target_of
 from jaxoffload.proof._program.trace import traced
-from jaxoffload.proof._report.profile import profile_of
 from models.train import step_for
 
 SMALL = ["model.dtype=bfloat16", "train.batch_size=2", "train.seq_len=2048", "remat.min_offload_bytes=0"]

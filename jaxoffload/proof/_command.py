@@ -79,8 +79,6 @@ def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
         if command in (report, plan):
             text = "what `machine --out` wrote; by default what was measured here, if anything"
             one.add_argument("--machine", type=_machine, metavar="FILE", help=text)
-        if command is profile:
-            one.add_argument("--html", type=_writable, metavar="FILE", help="also write a page with a picture")
         if command is machine:
             one.add_argument("--again", action="store_true", help="measure, whatever was measured before")
             one.add_argument("--out", type=_writable, metavar="FILE", help="also write it for --machine, as JSON")
@@ -176,9 +174,6 @@ def profile(options: argparse.Namespace) -> int:
     f, args, *_ = made_by(options)
     profiled = proof.profile(f, *args)
     print(profiled.to_json() if options.json else profiled)
-    if options.html:
-        text = proof.page(" ".join((options.function, *options.arguments)), profiled)
-        options.html.write_text(text, encoding="utf-8")
     return 0
 
 

@@ -15,11 +15,10 @@ from collections.abc import Iterable, Iterator
 from typing import Any, NamedTuple
 
 from ..._policy import Policy
-from .._predict.machine import Bus
+from .._predict.rates import Bus
 from .._predict.scans import Stack
 from .costs import Costs, LayerCost, Step, Table
-from .names import Kept, Names
-from .patterns import policy_of
+from .names import Kept, Names, policy_of
 
 
 class Choice(NamedTuple):

@@ -3,7 +3,7 @@
 import functools
 import json
 import os
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -20,12 +20,10 @@ from .._predict.predict import Prediction, predict
 from .choices import Choice, curve_of, policy_for
 from .chosen import chosen, compiled_bytes, lowering, where_not_on_gpus
 from .costs import priced
-from .errors import CannotPlan, NothingFits
-from .result import Plan
+from .result import CannotPlan, NothingFits, Plan
 from .search import beside, looked_at
 
 RESERVE = 0.05  # of the device's memory
-_WORTH = 0.01  # of a step: a gain below it is worth no line
 
 
 @without_remat3
@@ -95,7 +93,7 @@ def plan(
             f"plan: compile=True needs arguments on GPUs, here or described (jax.experimental.topologies); they are on "
             f"{where}"
         )
-    step, names, costs, untagged = priced(f, args, fixed, rates)
+    step, names, costs = priced(f, args, fixed, rates)
     table = looked_at(names.least, names.free, costs, step.stacks)
     policy = functools.cache(lambda choice: policy_for(choice, table[choice.kept], step, names, fixed))
     predicted = functools.cache(lambda choice: predict(f, *args, machine=rates, policy=policy(choice)))
@@ -124,19 +122,7 @@ def plan(
         compiled=xla(choice) if asks else None,
         budget=limit,
         host_budget=on_host,
-        limits=_limits(choice, choices, predicted),
-        untagged=untagged,
     )
-
-
-def _limits(choice: Choice, curve: Sequence[Choice], predicted: Callable[[Choice], Prediction]) -> str:
-    """Return what a little more memory would bring."""
-    faster = [other for other in curve if other.device > choice.device and other.ns <= (1 - _WORTH) * choice.ns]
-    if not faster:
-        return f"nothing; more memory would save less than {_WORTH:.0%} of the step"
-    now, then = predicted(choice), predicted(faster[0])
-    size = readable(max(0, then.memory.total - now.memory.total))
-    return f"some {size} more would change the step by {then.step_ms / now.step_ms - 1:+.1%}"
 
 
 def _checked_policy(fixed: Any) -> Policy:

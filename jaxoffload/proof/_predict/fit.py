@@ -19,7 +19,7 @@ from ..._jax import nbytes
 from ..._text import readable
 from .._residuals.divided import Rows, divided, parts_of_stored, rows_of
 from .machine import Machine
-from .measure import Bus
+from .rates import Bus
 from .scans import axes_of, shard_maps_around
 
 

@@ -3,31 +3,36 @@
 import contextlib
 import dataclasses
 import importlib.metadata
-import itertools
 import json
 import math
 import os
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 import jax
+from jax.extend.core import JaxprEqn
 
+from ..._engine.cost.cost import Rates
 from ..._policy import check_switches
-from .._rates import AttentionRate, Gemms, Link, RatesByShape, between
 from . import measure
-from .measure import Bus as Bus
+from .rates import NARROW, SMALL, AttentionRate, Bus, Gemms, Link, between
 
 
 @dataclasses.dataclass(frozen=True)
-class Machine(RatesByShape):
-    """The measurements of `machine()`; print them.
+class Machine(Rates):
+    """The measurements of `machine()`, in TFLOP/s and GB/s; print them.
 
     Attributes:
       device: the kind of the `gpus` GPUs.
       one: one GPU's copies while the others rest; `all`: each GPU's while all copy.
-      gemm_tflops, attention_tflops, hbm_gb_s, gemms, attention, fused_gb_s, link: what each does, TFLOP/s and GB/s, as
-        keywords. Only the first three are needed: `gemms` has matmuls other than large ones, `attention` more shapes,
-        `fused_gb_s` activations, `link` collectives. Where cuDNN cannot do attention it has a matmul's rate.
+      gemm_tflops, attention_tflops, hbm_gb_s: large matmuls; attention, forward and backward; the device's memory.
+        Where others were not measured, these count for all shapes. Where cuDNN cannot do attention it has a matmul's
+        rate.
+      gemms: matmuls other than large ones.
+      attention: causal attention by the width of a head and the length of a sequence.
+      fused_gb_s: what fused work moves of the device's memory, such as activations.
+      link: collectives, which without it are taken for copies within the device's memory.
 
     Example:
       >>> from jaxoffload.proof import Bus, Machine
@@ -43,14 +48,55 @@ class Machine(RatesByShape):
     jaxlib: str
     one: Bus
     all: Bus
+    _: dataclasses.KW_ONLY
+    gemms: Gemms | None = None
+    attention: tuple[AttentionRate, ...] = ()
+    fused_gb_s: float | None = None
+    link: Link | None = None
+
+    def moving(self, size: float) -> float:
+        return size / (self.fused_gb_s or self.hbm_gb_s) / 1e9
+
+    def gemm(self, sides: Sequence[int], flops: float, float32: bool = False, grouped: bool = False) -> float:
+        if self.gemms is None:
+            return self.gemm_tflops
+        narrow = min(sides) <= NARROW
+        if grouped:
+            return self.gemms.grouped_narrow if narrow else self.gemms.grouped
+        if flops < SMALL:
+            return self.gemms.small
+        return self.gemms.narrow if narrow else self.gemms.float32 if float32 else self.gemm_tflops
+
+    def attending(self, width: int, length: int) -> tuple[float, float]:
+        """Return the rates of the width that is nearest, between its lengths."""
+        if not self.attention:
+            return self.attention_tflops
+        nearest = min({a.width for a in self.attention}, key=lambda w: (abs(math.log(w / width)), w))
+        points = sorted(a for a in self.attention if a.width == nearest)
+        lengths = [a.length for a in points]
+        forward, backward = ([getattr(a, way) for a in points] for way in ("forward", "backward"))
+        return between(length, lengths, forward), between(length, lengths, backward)
+
+    def on_link(
+        self, eqn: JaxprEqn, axes: Mapping[str, int], operands: Sequence[float], results: Sequence[float]
+    ) -> float | None:
+        """Return the seconds of a collective. A sum over devices, or the largest or smallest value, is a reduce-scatter
+        and an all-gather. Axes that are not known have all GPUs that were measured."""
+        if self.link is None:
+            return None
+        name, params = eqn.primitive.name, eqn.params
+        names = params.get("axis_name", params.get("axes", ()))
+        counts = [axes.get(axis, self.link.gpus) for axis in ((names,) if isinstance(names, str) else names)]
+        groups = params.get("axis_index_groups")
+        parts = params.get("axis_size") or (len(groups[0]) if groups else math.prod(counts))
+        operands = operands[:1] if name == "ragged_all_to_all" else operands  # then where it goes, and which rows
+        size = max(sum(operands), sum(results))
+        size *= parts / max(1, parts - 1) if name == "ppermute" else 1  # a device keeps no part of it
+        return sum(self.link.seconds(what, size, parts) for what in _ON_LINK.get(name, ["all_to_all"]))
 
     def bus(self, gpus: int) -> Bus:
         """Return the rates where so many GPUs copy at once. Those of some lie between those of one and of all, over the
         logarithm of their number."""
-        if gpus == 1:
-            return self.one
-        if gpus >= self.gpus:
-            return self.all
         return Bus(*(between(gpus, (1, self.gpus), rates) for rates in zip(self.one, self.all, strict=True)))
 
     def caveat(self, gpus: int) -> str:
@@ -60,9 +106,8 @@ class Machine(RatesByShape):
         return f" (the bus was measured with {self.gpus} GPU(s) copying at once)" if few else ""
 
     def to_json(self) -> str:
-        fields = {field.name: getattr(self, field.name) for field in dataclasses.fields(self)}
         plain = lambda x: x._asdict() if hasattr(x, "_asdict") else x
-        fields |= {"attention": [plain(rate) for rate in self.attention]}
+        fields = vars(self) | {"attention": list(map(plain, self.attention))}
         return json.dumps({name: plain(value) for name, value in fields.items()})
 
     @classmethod
@@ -75,16 +120,10 @@ class Machine(RatesByShape):
           ValueError: the text is something else.
         """
         try:
-            read = json.loads(text)
-            read |= {which: Bus(**read[which]) for which in ("one", "all")}
-            forward, backward = read["attention_tflops"]
-            read["attention_tflops"] = (forward, backward)
+            read = json.loads(text, object_hook=_with_tuples)
+            types = {"one": Bus, "all": Bus, "gemms": Gemms, "link": Link}
+            read |= {name: kind(**read[name]) for name, kind in types.items() if read.get(name)}
             read["attention"] = tuple(AttentionRate(**each) for each in read.get("attention", ()))
-            if gemms := read.get("gemms"):
-                read["gemms"] = Gemms(**gemms)
-            if link := read.get("link"):
-                fields: dict[str, Any] = {k: tuple(v) if isinstance(v, list) else v for k, v in link.items()}
-                read["link"] = Link(**fields)
             made = cls(**read)
             for field in dataclasses.fields(made):
                 value = getattr(made, field.name)
@@ -92,8 +131,11 @@ class Machine(RatesByShape):
                 wrong = [x for x in numbers if not (isinstance(x, (int, float)) and 0 < x < math.inf)]
                 if wrong and field.type is not str and value is not field.default:
                     raise ValueError(f"{field.name}: {wrong[0]!r} is not a rate")
-            if made.link and not _is_complete(made.link):
-                raise ValueError("link: needs sizes that ascend, and a rate of each collective for each of them")
+            if link := made.link:
+                rates = link.all_gather, link.reduce_scatter, link.all_to_all
+                ascend = link.sizes == tuple(sorted({*link.sizes}))
+                if not (link.sizes and ascend and all(len(each) == len(link.sizes) for each in rates)):
+                    raise ValueError("link: needs sizes that ascend, and a rate of each collective for each of them")
             return made
         except (ValueError, TypeError, KeyError, AttributeError) as why:
             raise ValueError(f"this is not what `python -m jaxoffload machine --out FILE` writes: {why}") from why
@@ -105,20 +147,22 @@ class Machine(RatesByShape):
         for what, bus in rows.items():
             lines.append(f"{what:28} {bus.d2h:12.1f} {bus.h2d:8.1f} {bus.together:17.1f}")
         words = lambda x: ", ".join(f"{k} {v}" for k, v in x._asdict().items()) if hasattr(x, "_asdict") else x
-        for field in dataclasses.fields(RatesByShape):
-            value = getattr(self, field.name)
-            each = value if field.name == "attention" else [value] * (value is not None)
-            lines += [f"{field.name:17} {words(one)}" for one in each]
+        for name in ("gemm_tflops", "attention_tflops", "hbm_gb_s", "gemms", "attention", "fused_gb_s", "link"):
+            value = getattr(self, name)
+            each = value if name == "attention" else [value] * (value is not None)
+            lines += [f"{name:17} {words(one)}" for one in each]
         return "\n".join(lines)
 
 
 _OF_A_HOST = 8  # GPUs, at most
+_SUM = ["reduce_scatter", "all_gather"]
+_ON_LINK = {"all_gather": _SUM[1:], "reduce_scatter": _SUM[:1]}
+_ON_LINK |= dict.fromkeys(("psum", "psum_invariant", "pmax", "pmin"), _SUM)
 
 
-def _is_complete(link: Link) -> bool:
-    rates = link.all_gather, link.reduce_scatter, link.all_to_all
-    ascend = all(small < large for small, large in itertools.pairwise(link.sizes))
-    return ascend and bool(link.sizes) and all(len(each) == len(link.sizes) for each in rates)
+def _with_tuples(read: dict[str, Any]) -> dict[str, Any]:
+    """Return what JSON has for a record, with tuples for its lists."""
+    return {name: tuple(value) if isinstance(value, list) else value for name, value in read.items()}
 
 
 def machine(again: bool = False) -> Machine:

@@ -13,7 +13,7 @@ from pathlib import Path
 import jax
 
 from benchmarks.bench import provenance
-from jaxoffload import proof
+from jaxoffload import compiler_options, proof
 from jaxoffload.proof._profile import profile_of
 from jaxoffload.proof._program.hlo import host_copies, parse
 from jaxoffload.proof._program.target import target_of
@@ -36,7 +36,7 @@ TAKEN = 2
 def record(name: str, folder: Path) -> proof.Profile:
     step, args, _, _ = step_for(*STEPS[name])
     target = target_of(step, args)
-    program, arrays = target.fast_program, target.arrays
+    program, arrays = target.compiled(compiler_options), target.arrays
     jax.block_until_ready(program(*arrays))
     events = traced(lambda: [jax.block_until_ready(program(*arrays)) for _ in range(TAKEN)])
     text = "\n".join(line[:4000] for line in program.as_text().splitlines())  # without the kernels' code

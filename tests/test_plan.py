@@ -480,15 +480,13 @@ def test_a_plan_says_if_more_gpus_copy_than_were_measured(gpus, says):
         ({"budget": "70Gib/s"}, ValueError, "plan: budget '70Gib/s' is not a size"),
         ({"host_budget": -1}, ValueError, "plan: host_budget -1 is not a size"),
         ({"machine": "no/such.json"}, ValueError, "plan: machine 'no/such.json'"),
-        ({"machine": 3}, TypeError, "plan: machine must be"),
-        ({"machine": None}, ValueError, "machines/h200.json"),
+        ({"machine": None}, ValueError, "plan: machine None is neither a Machine nor a file; .*machines/h200.json"),
         ({"fixed": {"fc1": "save"}}, TypeError, "plan: fixed must be"),
         ({"compile": "no"}, TypeError, "plan: compile must be True or False, got 'no'"),
         ({"budget": None}, ValueError, "plan: budget: no GPU here"),
     ],
 )
-def test_what_is_wrong_is_said(wrong, error, says, monkeypatch, tmp_path):
-    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))  # no machine was measured here
+def test_what_is_wrong_is_said(wrong, error, says):
     with pytest.raises(error, match=says):
         planned(**wrong)
 
@@ -516,14 +514,10 @@ def test_what_is_not_planned_is_said():
 
 @pytest.mark.claim("plan-compiled")
 def test_xla_is_asked_by_default_where_arguments_are_on_gpus():
-    with pytest.raises(NotImplementedError, match=r"compile=True needs arguments on GPUs.*cpu"):
-        planned(compile=True)
     mesh = jax.sharding.AbstractMesh((2,), ("d",), axis_types=(jax.sharding.AxisType.Auto,))
-    here = jax.sharding.NamedSharding(mesh, jax.sharding.PartitionSpec())
-    args = jax.tree.map(lambda a: a.update(sharding=here), ARGS)
-    with pytest.raises(NotImplementedError, match="an abstract mesh"):
-        planned(*args, compile=True)
-    assert toy(600).compiled is None
+    somewhere = jax.sharding.NamedSharding(mesh, jax.sharding.PartitionSpec())
+    args = jax.tree.map(lambda a: a.update(sharding=somewhere), ARGS)
+    assert planned(*args).compiled is None and toy(600).compiled is None
 
 
 @pytest.mark.claim("plan-compiled")
@@ -536,7 +530,7 @@ def test_what_xla_plans_decides(monkeypatch):
         asked.append(policy)
         return 2 * guess(policy) if moves(policy) else guess(policy) - 1
 
-    monkeypatch.setattr(planning, "where_not_on_gpus", lambda args: None)
+    monkeypatch.setattr(planning, "are_on_gpus", lambda args: True)
     monkeypatch.setattr(planning, "compiled_bytes", size)
     found = planned(budget=600 * KIB)
     assert found.compiled == found.bytes == found.memory.total - 1 and found.host == 0
@@ -545,12 +539,10 @@ def test_what_xla_plans_decides(monkeypatch):
         planned(budget=300 * KIB)
     count = len(asked)
     assert planned(budget=600 * KIB, compile=False).policy == toy(600).policy and len(asked) == count
-    # Where it does not say, a guess stands; but not for those who insist.
+    # Where it does not say, a guess stands.
     monkeypatch.setattr(planning, "compiled_bytes", lambda *_: None)
     found = planned(budget=600 * KIB)
     assert found.compiled is None and found.policy == toy(600).policy
-    with pytest.raises(NotImplementedError, match="says nothing of the memory"):
-        planned(budget=600 * KIB, compile=True)
 
 
 def test_the_pinned_pool_is_the_default_of_the_host(monkeypatch):
@@ -596,7 +588,6 @@ def test_the_command_line_prints(capsys):
     for more, says in (
         (["--budget", "1GB/s"], "budget '1GB/s' is not a size"),
         (["--budget", "1MiB"], "smallest choice needs"),
-        (["--budget", "1GiB", "--compile"], "compile=True needs arguments on GPUs"),
     ):
         assert main([*COMMAND, *more]) == 2
         error = capsys.readouterr().err

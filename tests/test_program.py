@@ -386,7 +386,7 @@ def test_verify_finds_two_microbatches_in_the_plan(gpu, monkeypatch):
     program, reference = (compiled(gpu, run, *shapes) for run in (target.run, as_reference(target.run)))
     monkeypatch.setattr(jax, "default_backend", lambda: "gpu")
     for ours, verdict, expected in ((program, "holds", "640.00 MiB"), (reference, "fails", "0 B")):
-        vars(target).update(fast_program=ours, fast_reference=reference)
+        target.programs.update({(compiler_options, False): ours, (compiler_options, True): reference})
         found, said = conservation(target)
         assert found == verdict and f"planned {expected} on the host for 320.00 MiB to 640.00 MiB" in said, said
 

@@ -10,7 +10,6 @@ from ._plan.result import NothingFits as NothingFits
 from ._plan.result import Plan as Plan
 from ._predict.fit import Fit as Fit
 from ._predict.machine import Machine as Machine
-from ._predict.machine import known_machine as known_machine
 from ._predict.machine import machine as machine
 from ._predict.predict import Memory as Memory
 from ._predict.predict import Prediction as Prediction
@@ -26,7 +25,6 @@ from ._profile import read_profile as read_profile
 from ._program.exact import exact_options as exact_options
 from ._program.memory import memory_plan as memory_plan
 from ._program.scheduling import scheduling_options as scheduling_options
-from ._verify.verify import checks as checks
 from ._verify.verify import verify as verify
 
 # Names of release 0.1.0, for one release more.

@@ -17,6 +17,7 @@ from .._errors import UserError
 from .._text import nearest
 from ._program.results import run_of
 from ._residuals.residuals import residuals
+from ._verify.verify import checks as checks_of
 
 USAGE = """\
   python -m jaxoffload verify models.train:step_for configs/tiny.yaml train.batch_size=2
@@ -24,8 +25,8 @@ USAGE = """\
   python -m jaxoffload report models.train:step_for configs/llama3-8b.yaml --machine h200.json
   python -m jaxoffload plan models.train:step_for configs/llama3-8b.yaml --budget 70GiB --machine h200.json
 
-report and plan allocate nothing and run on any machine; the others run here. For a machine that was measured, here or
-elsewhere, report also predicts the step, and says whether each residual's copies fit behind its layer.
+report and plan allocate nothing and run on any machine; the others run here. For a machine
+that was measured, report also predicts the step, and says whether each residual's copies fit behind its layer.
 
 MODULE:FUNCTION is called with the ARGUMENTs, which are strings. It returns (f, args), a loss or a training step and a
 tuple of its arguments, arrays or jax.ShapeDtypeStructs; or (step, args, loss, loss_args), where the step differentiates
@@ -75,12 +76,12 @@ def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
             one.add_argument("--budget", metavar="BYTES", help=text)
             text = "bytes of pinned host memory per device; by default what the pinned pool holds"
             one.add_argument("--host-budget", metavar="BYTES", help=text)
-            one.add_argument("--compile", action=argparse.BooleanOptionalAction, help="whether XLA is asked for memory")
+            text = "guess memory from shapes, where XLA could be asked"
+            one.add_argument("--no-compile", dest="compile", action="store_false", help=text)
         if command in (report, plan):
-            text = "what `machine --out` wrote; by default what was measured here, if anything"
-            one.add_argument("--machine", type=_machine, metavar="FILE", help=text)
+            text = "what `machine --out` wrote"
+            one.add_argument("--machine", type=_machine, metavar="FILE", help=text, required=command is plan)
         if command is machine:
-            one.add_argument("--again", action="store_true", help="measure, whatever was measured before")
             one.add_argument("--out", type=_writable, metavar="FILE", help="also write it for --machine, as JSON")
     options, rest = parser.parse_known_args(arguments)  # an ARGUMENT may stand behind an option
     if wrong := [text for text in rest if text.startswith("-") or options.command == "machine"]:
@@ -133,8 +134,7 @@ def report(options: argparse.Namespace) -> int:
     """Print where the backward pass finds each residual, and why, without allocating anything."""
     f, args, loss, loss_args = made_by(options)
     table = residuals(loss, *loss_args)
-    known = options.machine or proof.known_machine()
-    step = proof.predict(f, *args, machine=known) if known else None
+    step = proof.predict(f, *args, machine=options.machine) if options.machine else None
     if options.json:
         print(json.dumps(json.loads(table.to_json()) | ({"step": json.loads(step.to_json())} if step else {})))
     else:
@@ -160,7 +160,7 @@ def verify(options: argparse.Namespace) -> int:
     found = {}
     for what, (f, args) in functions.items():
         checks = []
-        for check in proof.checks(f, *args):
+        for check in checks_of(f, *args):
             checks.append(check)
             print(f"{what}: {check}", file=sys.stderr if options.json else sys.stdout, flush=True)
         found[what] = proof.Verification(tuple(checks))
@@ -178,9 +178,9 @@ def profile(options: argparse.Namespace) -> int:
 
 
 def machine(options: argparse.Namespace) -> int:
-    """Measure the GPUs of this machine, or print what was measured before."""
-    measured_here = proof.machine(options.again)
-    print(measured_here.to_json() if options.json else measured_here)
+    """Measure the GPUs of this machine."""
+    measured = proof.machine()
+    print(measured.to_json() if options.json else measured)
     if options.out:
-        options.out.write_text(measured_here.to_json() + "\n")
+        options.out.write_text(measured.to_json() + "\n")
     return 0

@@ -12,6 +12,7 @@ from typing import Any, NamedTuple
 
 import jax
 
+from .._compiler_options import compiler_options
 from .._jax import without_remat3
 from .._text import readable
 from ._program.hlo import Copy, host_copies, parse
@@ -31,7 +32,8 @@ class Move:
 
     Example:
       >>> from jaxoffload.proof import Move
-      >>> Move("fc1", "d2h", bytes=10**9, at_ms=0.0, ms=20.0, exposed_ms=0.0, stream="Stream #14").gb_per_s
+      >>> move = Move("fc1", "d2h", bytes=10**9, at_ms=0.0, ms=20.0, exposed_ms=0.0, stream="Stream #14")
+      >>> move.bytes / move.ms / 1e6  # GB/s
       50.0
     """
 
@@ -42,10 +44,6 @@ class Move:
     ms: float
     exposed_ms: float
     stream: str
-
-    @property
-    def gb_per_s(self) -> float:
-        return round(self.bytes / self.ms / 1e6, 1) if self.ms else 0.0
 
 
 class Total(NamedTuple):
@@ -145,7 +143,7 @@ def profile(f: Callable[..., Any], *args: Any, steps: int = 3) -> Profile:
     if jax.default_backend() != "gpu":
         raise NotImplementedError(f"profile: needs an NVIDIA GPU; JAX's default backend is {jax.default_backend()}")
     target = target_of(f, args)
-    program = target.fast_program
+    program = target.compiled(compiler_options)
     jax.block_until_ready(program(*target.arrays))
     with tempfile.TemporaryDirectory() as folder:
         with jax.profiler.trace(folder):

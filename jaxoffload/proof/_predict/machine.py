@@ -1,20 +1,16 @@
-"""machine(): the rates of this machine's bus, memory and matrix units, measured once."""
+"""machine(): the rates of this machine's bus, memory and matrix units."""
 
-import contextlib
 import dataclasses
 import importlib.metadata
 import json
 import math
-import os
 from collections.abc import Mapping, Sequence
-from pathlib import Path
 from typing import Any
 
 import jax
 from jax.extend.core import JaxprEqn
 
 from ..._engine.cost.cost import Rates
-from ..._policy import check_switches
 from . import measure
 from .rates import NARROW, SMALL, AttentionRate, Bus, Gemms, Link, between
 
@@ -142,15 +138,10 @@ class Machine(Rates):
 
     def __str__(self) -> str:
         lines = [f"{self.gpus} {self.device}, jaxlib {self.jaxlib}"]
-        lines.append(f"{'pinned copies, GB/s':28} {'to the host':>12} {'back':>8} {'each, at once':>17}")
-        rows = {"one GPU": self.one} | ({"each of all GPUs": self.all} if self.gpus > 1 else {})
-        for what, bus in rows.items():
-            lines.append(f"{what:28} {bus.d2h:12.1f} {bus.h2d:8.1f} {bus.together:17.1f}")
         words = lambda x: ", ".join(f"{k} {v}" for k, v in x._asdict().items()) if hasattr(x, "_asdict") else x
-        for name in ("gemm_tflops", "attention_tflops", "hbm_gb_s", "gemms", "attention", "fused_gb_s", "link"):
-            value = getattr(self, name)
+        for name, value in vars(self).items():
             each = value if name == "attention" else [value] * (value is not None)
-            lines += [f"{name:17} {words(one)}" for one in each]
+            lines += [f"{name:17} {words(one)}" for one in each if name not in ("device", "gpus", "jaxlib")]
         return "\n".join(lines)
 
 
@@ -165,61 +156,22 @@ def _with_tuples(read: dict[str, Any]) -> dict[str, Any]:
     return {name: tuple(value) if isinstance(value, list) else value for name, value in read.items()}
 
 
-def machine(again: bool = False) -> Machine:
-    """Measure this machine's GPUs, which takes half a minute and 8 GiB of each, or read what was measured before.
-
-    Results are kept in `$XDG_CACHE_HOME/jaxoffload`, or `~/.cache/jaxoffload`: a file per kind and number of GPUs and
-    version of jaxlib.
-
-    Args:
-      again: measure, whatever was measured before.
+def machine() -> Machine:
+    """Measure this machine's GPUs, which takes half a minute and 8 GiB of each.
 
     Returns:
-      A `Machine`: rates in GB/s and TFLOP/s.
+      A `Machine`: rates in GB/s and TFLOP/s. Write its `to_json()` to a file, which `plan` reads.
 
     Raises:
       NotImplementedError: JAX's default backend is not a GPU.
-      TypeError: again is not a bool, but a file, say, which `Machine.from_json` reads.
 
     Example:
       >>> from jaxoffload import machine
       >>> print(machine())  # doctest: +SKIP
     """
-    check_switches("machine", again=again)
     if jax.default_backend() != "gpu":
         raise NotImplementedError(f"machine: needs an NVIDIA GPU; JAX's default backend is {jax.default_backend()}")
-    if not again and (known := known_machine()):
-        return known
-    measured = _measured(jax.local_devices())
-    with contextlib.suppress(OSError, RuntimeError):  # nowhere to keep it: it is measured again
-        (kept := _file()).parent.mkdir(parents=True, exist_ok=True)
-        written = kept.with_suffix(f".{os.getpid()}")  # several processes may come here
-        written.write_text(measured.to_json() + "\n")
-        written.replace(kept)
-    return measured
-
-
-def known_machine() -> Machine | None:
-    """Return what `machine()` measured here before, or None; measure nothing.
-
-    Example:
-      >>> from jaxoffload.proof import known_machine
-      >>> known_machine() is None  # on a CPU
-      True
-    """
-    if jax.default_backend() != "gpu":
-        return None
-    try:
-        return Machine.from_json(_file().read_text())
-    except (OSError, RuntimeError, ValueError):  # never measured, nowhere to keep it, or by another version of this
-        return None
-
-
-def _file() -> Path:
-    devices = jax.local_devices()
-    cache = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "jaxoffload"
-    name = f"{devices[0].device_kind}-{len(devices)}-jaxlib-{importlib.metadata.version('jaxlib')}-by-shape"
-    return cache / f"{name.replace(' ', '-').replace('/', '-')}.json"
+    return _measured(jax.local_devices())
 
 
 def _measured(devices: list[Any], scale: int = 1) -> Machine:

@@ -60,9 +60,7 @@ def _drawn(*shape: int) -> jax.Array:
     """Return normal numbers, repeated. Zeros would draw less power, and run faster. Factors of this size keep the
     products at the same size."""
     numbers = np.random.default_rng(0).standard_normal(min(_PERIOD, math.prod(shape))) * shape[-2] ** -0.5
-    times = -(-math.prod(shape) // numbers.size)
-    repeated = jnp.broadcast_to(jnp.asarray(numbers, jnp.bfloat16), (times, numbers.size))
-    return repeated.reshape(-1)[: math.prod(shape)].reshape(shape)
+    return jnp.resize(jnp.asarray(numbers, jnp.bfloat16), shape)
 
 
 def large_gemm(scale: int) -> float:

@@ -176,7 +176,6 @@ def test_each_copy_has_its_residual():
     totals = {total[:2]: total[2:] for total in found.totals}
     assert totals["mlp/fc1", "d2h"] == (3, 60, 24, 4) and totals["all", "h2d"] == (4, 100, 17, 1)
     assert totals["(not attributed)", "h2d"] == (1, 40, 2, 1) and "(not attributed)" in str(found)
-    assert json.loads(found.to_json())["exposed_ms"] == 5
 
 
 class Compiled:
@@ -246,8 +245,7 @@ def test_each_copy_of_a_real_step_has_its_residual(recorded):
     assert {m.residual: m.bytes for m in found.moves} == MOVED[which]
     rows = Counter((m.residual, m.direction) for m in found.moves)
     assert rows == {(residual, way): LAYERS[which] for residual in MOVED[which] for way in ("d2h", "h2d")}
-    for got, want in zip(json.loads(found.to_json())["totals"], made["profile"]["totals"], strict=True):
-        assert got == want
+    assert [total._asdict() for total in found.totals] == made["profile"]["totals"]
 
 
 def test_copies_of_a_real_step_are_on_no_stream_that_computes(recorded):

@@ -4,7 +4,6 @@ import argparse
 import importlib
 import io
 import itertools
-import json
 import os
 import sys
 import traceback
@@ -15,9 +14,10 @@ from typing import Any
 from .. import proof
 from .._errors import UserError
 from .._text import nearest
+from ._check import FAILS
 from ._program.results import run_of
 from ._residuals.residuals import residuals
-from ._verify.verify import checks as checks_of
+from ._verify.verify import checks
 
 USAGE = """\
   python -m jaxoffload verify models.train:step_for configs/tiny.yaml train.batch_size=2
@@ -67,7 +67,6 @@ def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
     for command in (report, plan, verify, profile, machine):
         one = commands.add_parser(command.__name__, help=command.__doc__, description=command.__doc__)
         one.set_defaults(run=command)
-        one.add_argument("--json", action="store_true", help="print one JSON object instead")
         if command is not machine:
             one.add_argument("function", metavar="MODULE:FUNCTION")
             one.add_argument("arguments", nargs="*", default=[], metavar="ARGUMENT")
@@ -134,11 +133,9 @@ def report(options: argparse.Namespace) -> int:
     """Print where the backward pass finds each residual, and why, without allocating anything."""
     f, args, loss, loss_args = made_by(options)
     table = residuals(loss, *loss_args)
-    step = proof.predict(f, *args, machine=options.machine) if options.machine else None
-    if options.json:
-        print(json.dumps(json.loads(table.to_json()) | ({"step": json.loads(step.to_json())} if step else {})))
-    else:
-        print(table, *([step] if step else []), sep="\n")
+    print(table)
+    if options.machine:
+        print(proof.predict(f, *args, machine=options.machine))
     return 0
 
 
@@ -146,8 +143,7 @@ def plan(options: argparse.Namespace) -> int:
     """Choose the policy whose predicted step is the fastest of those that fit, without allocating anything."""
     f, args, *_ = made_by(options)
     sizes = {"budget": options.budget, "host_budget": options.host_budget}
-    found = proof.plan(f, *args, machine=options.machine, compile=options.compile, **sizes)
-    print(found.to_json() if options.json else found)
+    print(proof.plan(f, *args, machine=options.machine, compile=options.compile, **sizes))
     return 0
 
 
@@ -157,30 +153,25 @@ def verify(options: argparse.Namespace) -> int:
     is_loss = step is not loss or run_of(loss, loss_args)[1]
     functions = {"loss" if is_loss else "step": (loss, loss_args)}
     functions |= {"step": (step, step_args)} if step is not loss else {}
-    found = {}
+    failed = False
     for what, (f, args) in functions.items():
-        checks = []
-        for check in checks_of(f, *args):
-            checks.append(check)
-            print(f"{what}: {check}", file=sys.stderr if options.json else sys.stdout, flush=True)
-        found[what] = proof.Verification(tuple(checks))
-    if options.json:
-        print(json.dumps({what: json.loads(each.to_json()) for what, each in found.items()}))
-    return int(not all(each.ok for each in found.values()))
+        for check in checks(f, *args):
+            print(f"{what}: {check}", flush=True)
+            failed |= check.verdict == FAILS
+    return int(failed)
 
 
 def profile(options: argparse.Namespace) -> int:
     """Run the step on a GPU and print how long each residual's copies take, and how much of that is exposed."""
     f, args, *_ = made_by(options)
-    profiled = proof.profile(f, *args)
-    print(profiled.to_json() if options.json else profiled)
+    print(proof.profile(f, *args))
     return 0
 
 
 def machine(options: argparse.Namespace) -> int:
     """Measure the GPUs of this machine."""
     measured = proof.machine()
-    print(measured.to_json() if options.json else measured)
+    print(measured)
     if options.out:
         options.out.write_text(measured.to_json() + "\n")
     return 0

@@ -2,7 +2,6 @@
 
 import dataclasses
 import itertools
-import json
 import statistics
 import tempfile
 from collections import defaultdict
@@ -102,10 +101,6 @@ class Profile:
             Total(*key, len(of), sum(m.bytes for m in of), _sum(m.ms for m in of), _sum(m.exposed_ms for m in of))
             for key, of in groups.items()
         ]
-
-    def to_json(self) -> str:
-        more = {"exposed_ms": self.exposed_ms, "totals": [total._asdict() for total in self.totals]}
-        return json.dumps({**dataclasses.asdict(self), **more})
 
     def __str__(self) -> str:
         first = f"{self.device}: {self.step_ms} ms per step ({self.spread_ms[0]} to {self.spread_ms[1]})"

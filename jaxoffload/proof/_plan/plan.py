@@ -18,11 +18,10 @@ from ..._text import GIB, readable, short
 from .._predict.machine import Machine
 from .._predict.predict import Prediction, predict
 from .._program.memory import device_bytes
-from .choices import Choice, curve_of, policy_for
+from .choices import Choice, beside, curve_of, looked_at, policy_for
 from .chosen import are_on_gpus, chosen, compiled_bytes, lowering
 from .costs import priced
 from .result import CannotPlan, NothingFits, Plan
-from .search import beside, looked_at
 
 RESERVE = 0.05  # of the device's memory
 
@@ -90,11 +89,9 @@ def plan(
     table = looked_at(names.least, names.free, costs, step.stacks)
     policy = functools.cache(lambda choice: policy_for(choice, table[choice.kept], step, names, fixed))
     predicted = functools.cache(lambda choice: predict(f, *args, machine=rates, policy=policy(choice)))
-    guess = lambda choice: predicted(choice).memory.total
-    asks = compile and are_on_gpus(args)
-    lower = functools.cache(lambda: lowering(f, args))
-    xla = functools.cache(lambda choice: compiled_bytes(lower(), args, policy(choice)))
-    size_of = lambda choice: (xla(choice) if asks else None) or guess(choice)
+    lower = lowering(f, args) if compile and are_on_gpus(args) else None
+    xla = functools.cache(lambda choice: compiled_bytes(lower, args, policy(choice)) if lower else None)
+    size_of = lambda choice: xla(choice) or predicted(choice).memory.total
     sizes: dict[Choice, int] = {}
     choices = curve_of(step, table, on_host)
     choice = chosen(choices, limit, on_host, predicted, size_of, sizes)
@@ -106,11 +103,11 @@ def plan(
         choice = chosen(choices, limit, on_host, predicted, size_of, sizes)
     if choice is None:
         least = min(sizes, key=sizes.__getitem__)
-        raise _nothing_fits(predicted(least), limit, on_host, sizes[least], by_xla=asks and xla(least) is not None)
+        raise _nothing_fits(predicted(least), limit, on_host, sizes[least], by_xla=xla(least) is not None)
     return Plan(
         policy=policy(choice),
         prediction=predicted(choice),
-        compiled=xla(choice) if asks else None,
+        compiled=xla(choice),
         budget=limit,
         host_budget=on_host,
     )

@@ -71,12 +71,6 @@ class Plan:
         lines += [f"  {field}: {getattr(policy, field)}" for field in (*fields, "on_host_full")]
         return "\n".join(lines) + "\n"
 
-    def to_json(self) -> str:
-        plain = {"compiled": self.compiled, "bytes": self.bytes, "budget": self.budget, "host_budget": self.host_budget}
-        prediction = json.loads(self.prediction.to_json())
-        policy = dataclasses.asdict(self.policy) | {"residuals": dict(self.policy.residuals)}
-        return json.dumps({"policy": policy, **plain, "prediction": prediction})
-
     @property
     def summary(self) -> str:
         how = "as XLA plans it" if self.compiled is not None else f"a guess from shapes, up to {ERROR:.0%} off"

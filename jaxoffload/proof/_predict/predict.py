@@ -1,7 +1,6 @@
 """predict(): how long a step takes, what its copies add, and its bytes on the device and on the host."""
 
 import dataclasses
-import json
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
@@ -85,15 +84,6 @@ class Prediction:
     def summary(self) -> str:
         caveat = self.machine.caveat(self.devices) if self.host else ""
         return f"{self.step_ms:.1f} ms per step on {self.devices} {self.machine.device}, predicted{caveat}"
-
-    def to_json(self) -> str:
-        copies = lambda loop: [c._asdict() | {"fits": loop.fits(c)} for c in (*loop.copies, loop.together)]
-        plain = lambda loop: dataclasses.asdict(loop) | {"unknown": sorted(loop.unknown), "copies": copies(loop)}
-        loops = list(map(plain, self.loops))
-        numbers = {name: round(getattr(self, name), 3) for name in ("step_ms", "computing_ms", "exposed_ms")}
-        machine, memory = json.loads(self.machine.to_json()), self.memory._asdict()
-        more = {"devices": self.devices, "memory": memory, "host": self.host, "loops": loops}
-        return json.dumps({"machine": machine, **numbers, **more})
 
     def __str__(self) -> str:
         parts = ", ".join(f"{readable(size)} {name}" for name, size in self.memory._asdict().items())

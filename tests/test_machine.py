@@ -222,9 +222,6 @@ def test_some_gpus_of_a_host_copy_at_rates_between_those_of_one_and_of_all():
 def test_a_machine_comes_back_whole():
     for each in (MACHINE, BY_SHAPE):
         assert Machine.from_json(each.to_json()) == each
-    shown = str(BY_SHAPE).splitlines()
-    assert "attention         width 64, length 4096, forward 0.3, backward 0.15" in shown
-    assert "gemm_tflops       1.0" in shown and "sizes (1000, 100000), all_gather (1.0, 3.0)" in shown[-1]
     wrong = BY_SHAPE.to_json().replace('"narrow": 0.25', '"narrow": -0.25')
     with pytest.raises(ValueError, match=r"-0\.25 is not a rate"):
         Machine.from_json(wrong)
@@ -238,13 +235,12 @@ def test_a_machine_comes_back_whole():
     ]
     for wrong in (*text, *({"link": each} for each in short)):
         with pytest.raises(
-            ValueError, match=rf"writes: {next(iter(wrong))}: (.* is not a rate|needs sizes that ascend)"
+            ValueError, match=rf"prints: {next(iter(wrong))}: (.* is not a rate|needs sizes that ascend)"
         ):
             Machine.from_json(json.dumps(fields | wrong))
     for wrong in ("{}", "no json", "[]", json.dumps(json.loads(MACHINE.to_json()) | {"more": 1})):
-        with pytest.raises(ValueError, match="not what `python -m jaxoffload machine --out FILE` writes"):
+        with pytest.raises(ValueError, match="not what `python -m jaxoffload machine` prints"):
             Machine.from_json(wrong)
-    assert "one               d2h 0.1, h2d 0.05, together 0.04" in str(MACHINE)
 
 
 def test_a_file_of_earlier_versions_has_one_number_for_all_shapes():
@@ -282,15 +278,10 @@ def test_the_compiler_leaves_each_collective_that_is_measured(what):
         assert len(re.findall(rf" {what.replace('_', '-')}(?:-start)?\(", compiled)) == times
 
 
-def test_the_command_line_measures_and_writes(monkeypatch, tmp_path, capsys):
-    file = tmp_path / "machine.json"
+def test_the_command_line_measures(monkeypatch, capsys):
     assert main(["machine"]) == 2 and "machine: needs an NVIDIA GPU" in capsys.readouterr().err
     monkeypatch.setattr(proof, "machine", lambda: MACHINE)
-    assert main(["machine", "--out", str(file)]) == 0 and Machine.from_json(file.read_text()) == MACHINE
-    assert capsys.readouterr().out == f"{MACHINE}\n"
-    with pytest.raises(SystemExit):
-        main(["machine", "--out", str(tmp_path / "nowhere" / "machine.json")])
-    assert "machine.json cannot be written" in capsys.readouterr().err
+    assert main(["machine"]) == 0 and Machine.from_json(capsys.readouterr().out) == MACHINE
 
 
 @pytest.mark.gpu

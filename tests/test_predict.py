@@ -21,8 +21,8 @@ from jaxoffload.proof._command import main
 from jaxoffload.proof._predict.collectives import Weight, collective_seconds, weights_of
 from jaxoffload.proof._predict.fit import LayerCopy
 from jaxoffload.proof._predict.memory import divisions, step_bytes
-from jaxoffload.proof._predict.predict import spread
 from jaxoffload.proof._predict.scans import scans_in
+from jaxoffload.proof._program.results import spread
 from models.train import step_for
 
 pytestmark = pytest.mark.claim("predict")

@@ -4,7 +4,6 @@ import argparse
 import importlib
 import io
 import itertools
-import os
 import sys
 import traceback
 from collections.abc import Sequence
@@ -21,12 +20,12 @@ from ._verify.verify import checks
 
 USAGE = """\
   python -m jaxoffload verify models.train:step_for configs/tiny.yaml train.batch_size=2
-  python -m jaxoffload machine --out h200.json
+  python -m jaxoffload machine > h200.json
   python -m jaxoffload report models.train:step_for configs/llama3-8b.yaml --machine h200.json
   python -m jaxoffload plan models.train:step_for configs/llama3-8b.yaml --budget 70GiB --machine h200.json
 
-report and plan allocate nothing and run on any machine; the others run here. For a machine
-that was measured, report also predicts the step, and says whether each residual's copies fit behind its layer.
+report and plan allocate nothing and run on any machine; the others run here. For a machine that was measured, report
+also predicts the step, and says whether each residual's copies fit behind its layer.
 
 MODULE:FUNCTION is called with the ARGUMENTs, which are strings. It returns (f, args), a loss or a training step and a
 tuple of its arguments, arrays or jax.ShapeDtypeStructs; or (step, args, loss, loss_args), where the step differentiates
@@ -78,10 +77,8 @@ def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
             text = "guess memory from shapes, where XLA could be asked"
             one.add_argument("--no-compile", dest="compile", action="store_false", help=text)
         if command in (report, plan):
-            text = "what `machine --out` wrote"
+            text = "what `machine` printed"
             one.add_argument("--machine", type=_machine, metavar="FILE", help=text, required=command is plan)
-        if command is machine:
-            one.add_argument("--out", type=_writable, metavar="FILE", help="also write it for --machine, as JSON")
     options, rest = parser.parse_known_args(arguments)  # an ARGUMENT may stand behind an option
     if wrong := [text for text in rest if text.startswith("-") or options.command == "machine"]:
         parser.error(f"unrecognized arguments: {' '.join(wrong)}")
@@ -94,13 +91,6 @@ def _machine(path: str) -> proof.Machine:
         return proof.Machine.from_json(Path(path).read_text())
     except (OSError, ValueError) as why:
         raise argparse.ArgumentTypeError(f"{path}: {why}") from why
-
-
-def _writable(path: str) -> Path:
-    file = Path(path)
-    if file.is_dir() or not os.access(file if file.exists() else file.absolute().parent, os.W_OK):
-        raise argparse.ArgumentTypeError(f"{path} cannot be written")
-    return file
 
 
 def made_by(options: argparse.Namespace) -> Made:
@@ -132,8 +122,7 @@ def made_by(options: argparse.Namespace) -> Made:
 def report(options: argparse.Namespace) -> int:
     """Print where the backward pass finds each residual, and why, without allocating anything."""
     f, args, loss, loss_args = made_by(options)
-    table = residuals(loss, *loss_args)
-    print(table)
+    print(residuals(loss, *loss_args))
     if options.machine:
         print(proof.predict(f, *args, machine=options.machine))
     return 0
@@ -169,9 +158,6 @@ def profile(options: argparse.Namespace) -> int:
 
 
 def machine(options: argparse.Namespace) -> int:
-    """Measure the GPUs of this machine."""
-    measured = proof.machine()
-    print(measured)
-    if options.out:
-        options.out.write_text(measured.to_json() + "\n")
+    """Measure the GPUs of this machine, and print what --machine takes."""
+    print(proof.machine().to_json())
     return 0

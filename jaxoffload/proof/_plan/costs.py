@@ -17,10 +17,10 @@ from ..._policy import Policy
 from ..._tracing import Trial, under
 from .._predict.machine import Machine
 from .._predict.memory import argument_bytes, divisions, step_bytes
-from .._predict.predict import computing_seconds, spread
+from .._predict.predict import computing_seconds
 from .._predict.rates import Bus
 from .._predict.scans import Scan, Stack, axes_of, scans_in, within
-from .._program.results import trace_of
+from .._program.results import spread, trace_of
 from .names import UNTAGGED, Kept, Names, Unit, linear, names_of, policy_of
 from .result import CannotPlan
 

@@ -46,7 +46,7 @@ def plan(
     Args:
       f: a loss, which is differentiated, or a training step. Its state is taken to be donated; a loss's arguments not.
       args: its arguments, arrays or `jax.ShapeDtypeStruct`s, with shardings if there are several devices.
-      machine: what `machine()` measured, or a file that `python -m jaxoffload machine --out FILE` wrote.
+      machine: what `machine()` measured, or a file with what `python -m jaxoffload machine` printed.
       budget: bytes per device, or a string such as "70GiB". By default what JAX may use of this GPU, less 5 %.
       host_budget: bytes of pinned host memory per device; by default what the pinned pool holds, and no more than this
         machine's memory divided by its GPUs.
@@ -83,7 +83,9 @@ def plan(
       True
     """
     check_switches("plan", compile=compile)
-    fixed = _checked_policy(fixed)
+    if fixed is not None and not isinstance(fixed, Policy):
+        raise TypeError(f"plan: fixed must be a jaxoffload.Policy or None, got {short(fixed)}")
+    fixed = fixed or Policy()
     rates, limit, on_host = _of_first_process(_machine(machine), _budget(budget), _host_budget(host_budget))
     step, names, costs = priced(f, args, fixed, rates)
     table = looked_at(names.least, names.free, costs, step.stacks)
@@ -113,19 +115,13 @@ def plan(
     )
 
 
-def _checked_policy(fixed: Any) -> Policy:
-    if fixed is not None and not isinstance(fixed, Policy):
-        raise TypeError(f"plan: fixed must be a jaxoffload.Policy or None, got {short(fixed)}")
-    return fixed or Policy()
-
-
 def _machine(machine: Any) -> Machine:
     if isinstance(machine, Machine):
         return machine
     if not isinstance(machine, (str, os.PathLike)):
         raise CannotPlan(
-            f"machine {short(machine)} is neither a Machine nor a file; name what `python -m jaxoffload machine --out "
-            "FILE` wrote, or one such as 'machines/h200.json': machine=, --machine, or remat.machine in a config"
+            f"machine {short(machine)} is neither a Machine nor a file of one, such as 'machines/h200.json', which "
+            "`python -m jaxoffload machine` prints: machine=, --machine, or remat.machine in a config"
         )
     try:
         return Machine.from_json(Path(machine).read_text())

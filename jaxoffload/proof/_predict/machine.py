@@ -17,7 +17,7 @@ from .rates import NARROW, SMALL, AttentionRate, Bus, Gemms, Link, between
 
 @dataclasses.dataclass(frozen=True)
 class Machine(Rates):
-    """The measurements of `machine()`, in TFLOP/s and GB/s; print them.
+    """The measurements of `machine()`, in TFLOP/s and GB/s.
 
     Attributes:
       device: the kind of the `gpus` GPUs.
@@ -95,12 +95,6 @@ class Machine(Rates):
         logarithm of their number."""
         return Bus(*(between(gpus, (1, self.gpus), rates) for rates in zip(self.one, self.all, strict=True)))
 
-    def caveat(self, gpus: int) -> str:
-        """Return what a prediction for so many GPUs says in brackets if more of a host may copy at once than were
-        measured; otherwise ""."""
-        few = self.gpus < min(gpus, _OF_A_HOST)
-        return f" (the bus was measured with {self.gpus} GPU(s) copying at once)" if few else ""
-
     def to_json(self) -> str:
         plain = lambda x: x._asdict() if hasattr(x, "_asdict") else x
         fields = vars(self) | {"attention": list(map(plain, self.attention))}
@@ -108,7 +102,7 @@ class Machine(Rates):
 
     @classmethod
     def from_json(cls, text: str) -> "Machine":
-        """Read what `to_json` wrote, which `python -m jaxoffload machine --out FILE` writes.
+        """Read what `to_json` wrote, which `python -m jaxoffload machine` prints.
 
         Files of earlier versions have one number for all shapes.
 
@@ -116,7 +110,8 @@ class Machine(Rates):
           ValueError: the text is something else.
         """
         try:
-            read = json.loads(text, object_hook=_with_tuples)
+            tuples = lambda of: {name: tuple(x) if isinstance(x, list) else x for name, x in of.items()}
+            read = json.loads(text, object_hook=tuples)
             types = {"one": Bus, "all": Bus, "gemms": Gemms, "link": Link}
             read |= {name: kind(**read[name]) for name, kind in types.items() if read.get(name)}
             read["attention"] = tuple(AttentionRate(**each) for each in read.get("attention", ()))
@@ -134,26 +129,12 @@ class Machine(Rates):
                     raise ValueError("link: needs sizes that ascend, and a rate of each collective for each of them")
             return made
         except (ValueError, TypeError, KeyError, AttributeError) as why:
-            raise ValueError(f"this is not what `python -m jaxoffload machine --out FILE` writes: {why}") from why
-
-    def __str__(self) -> str:
-        lines = [f"{self.gpus} {self.device}, jaxlib {self.jaxlib}"]
-        words = lambda x: ", ".join(f"{k} {v}" for k, v in x._asdict().items()) if hasattr(x, "_asdict") else x
-        for name, value in vars(self).items():
-            each = value if name == "attention" else [value] * (value is not None)
-            lines += [f"{name:17} {words(one)}" for one in each if name not in ("device", "gpus", "jaxlib")]
-        return "\n".join(lines)
+            raise ValueError(f"this is not what `python -m jaxoffload machine` prints: {why}") from why
 
 
-_OF_A_HOST = 8  # GPUs, at most
 _SUM = ["reduce_scatter", "all_gather"]
 _ON_LINK = {"all_gather": _SUM[1:], "reduce_scatter": _SUM[:1]}
 _ON_LINK |= dict.fromkeys(("psum", "psum_invariant", "pmax", "pmin"), _SUM)
-
-
-def _with_tuples(read: dict[str, Any]) -> dict[str, Any]:
-    """Return what JSON has for a record, with tuples for its lists."""
-    return {name: tuple(value) if isinstance(value, list) else value for name, value in read.items()}
 
 
 def machine() -> Machine:
@@ -167,7 +148,7 @@ def machine() -> Machine:
 
     Example:
       >>> from jaxoffload import machine
-      >>> print(machine())  # doctest: +SKIP
+      >>> print(machine().to_json())  # doctest: +SKIP
     """
     if jax.default_backend() != "gpu":
         raise NotImplementedError(f"machine: needs an NVIDIA GPU; JAX's default backend is {jax.default_backend()}")

@@ -17,7 +17,7 @@ from .._residuals.residuals import where_twice
 from .exact import compiled
 from .hlo import Module, parse
 from .host_transfers import host_transfers
-from .results import run_of
+from .results import run_of, spread
 
 
 @dataclasses.dataclass(frozen=True)
@@ -72,11 +72,9 @@ class Target:
         """The instructions that XLA compiles of `run` for its users."""
         return parse(self.compiled(compiler_options).as_text())
 
-    @functools.cached_property
+    @property
     def device_count(self) -> int:
-        """How many devices the arguments' shardings are on; 1 where they have none."""
-        shardings = [getattr(leaf, "sharding", None) for leaf in jax.tree.leaves(self.args)]
-        return len({device for sharding in filter(None, shardings) for device in sharding.device_set}) or 1
+        return spread(self.args)
 
 
 def target_of(f: Callable[..., Any], args: tuple[Any, ...]) -> Target:

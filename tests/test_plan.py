@@ -479,7 +479,7 @@ def test_a_plan_says_if_more_gpus_copy_than_were_measured(gpus, says):
         (
             {"machine": None},
             ValueError,
-            "plan: machine None is neither a Machine nor a file of one, such as 'machines/h200",
+            "plan: machine None is neither a Machine nor a file of one",
         ),
         ({"fixed": {"fc1": "save"}}, TypeError, "plan: fixed must be"),
         ({"compile": "no"}, TypeError, "plan: compile must be True or False, got 'no'"),

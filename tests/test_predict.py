@@ -279,8 +279,12 @@ def test_a_prediction_says_if_more_gpus_copy_than_were_measured():
     said = "(the bus was measured with 2 GPU(s) copying at once)"
     assert predicted(loss, spread_over_4, ARGS[1]).summary.endswith(said)
     assert said not in predicted(loss, spread_over_4, ARGS[1], policy=Policy()).summary  # copies nothing
-    of_a_host = dataclasses.replace(MACHINE, gpus=8)
-    assert MACHINE.caveat(3) and not MACHINE.caveat(2) and not of_a_host.caveat(64) and MACHINE.caveat(64)
+    found = predicted(loss, spread_over_4, ARGS[1])
+    on = lambda gpus, measured: dataclasses.replace(
+        found, devices=gpus, machine=dataclasses.replace(MACHINE, gpus=measured)
+    )
+    copying = {each: "copying at once" in on(*each).summary for each in ((3, 2), (2, 2), (64, 8), (64, 2))}
+    assert copying == {(3, 2): True, (2, 2): False, (64, 8): False, (64, 2): True}
 
 
 # ---- collectives that the compiler adds ----

@@ -761,7 +761,7 @@ def test_what_cannot_be_done_is_a_message(asked, said, capsys, mine):
     "asked, said",
     [
         (["verify", "mine:nothing", "--jsn", "2"], "unrecognized arguments: --jsn"),
-        (["report", "mine:nothing", "--machine", "{mine}/slow.json"], "writes: one: 0.0 is not a rate"),
+        (["report", "mine:nothing", "--machine", "{mine}/slow.json"], "prints: one: 0.0 is not a rate"),
     ],
 )
 def test_options_are_refused_before_anything_runs(asked, said, capsys, mine):

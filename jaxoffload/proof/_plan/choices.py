@@ -55,11 +55,6 @@ def looked_at(
     return table
 
 
-def beside(sets: Iterable[Kept], free: Iterable[Unit]) -> list[Kept]:
-    """Return the sets that have one unit more or less than one of these."""
-    return list(dict.fromkeys(kept ^ {unit} for kept in sets for unit in sorted(free)))
-
-
 def _first(values: dict[Unit, float], now: Callable[[Unit], float], sign: int) -> Unit:
     """Take out the unit with the least `sign` * value, as it is `now`."""
     fresh: set[Unit] = set()

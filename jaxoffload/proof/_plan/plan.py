@@ -18,7 +18,7 @@ from ..._text import GIB, readable, short
 from .._predict.machine import Machine
 from .._predict.predict import Prediction, predict
 from .._program.memory import device_bytes
-from .choices import Choice, beside, curve_of, looked_at, policy_for
+from .choices import Choice, curve_of, looked_at, policy_for
 from .chosen import are_on_gpus, chosen, compiled_bytes, lowering
 from .costs import priced
 from .result import CannotPlan, NothingFits, Plan
@@ -99,10 +99,9 @@ def plan(
     choice = chosen(choices, limit, on_host, predicted, size_of, sizes)
     if choice:
         larger = [other for other in choices if bool(other.host) is bool(choice.host) and other.device > choice.device]
-        near = beside([of.kept for of in (choice, *larger[:1])], names.free)
-        table |= {kept: costs(kept) for kept in near if kept not in table}
-        choices = curve_of(step, table, on_host)
-        choice = chosen(choices, limit, on_host, predicted, size_of, sizes)
+        near = (of.kept ^ {unit} for of in (choice, *larger[:1]) for unit in sorted(names.free))
+        table |= {kept: costs(kept) for kept in dict.fromkeys(near) if kept not in table}
+        choice = chosen(curve_of(step, table, on_host), limit, on_host, predicted, size_of, sizes)
     if choice is None:
         least = min(sizes, key=sizes.__getitem__)
         raise _nothing_fits(predicted(least), limit, on_host, sizes[least], by_xla=xla(least) is not None)

@@ -16,7 +16,7 @@ from models.transformer import flops_per_token
 
 
 def report(config: Config) -> str:
-    """Return what a run prints before it compiles and, if the machine was measured, the predicted step.
+    """Return what a run prints before it compiles and, if the config names a machine, the predicted step.
 
     On any machine: nothing is allocated. Kernels that need CUDA are traced as others with the same residuals.
 
@@ -27,8 +27,8 @@ def report(config: Config) -> str:
     traced, plan = planned(traced, mesh)
     made = program(traced, mesh)
     lines = [*([str(plan)] if plan else []), summary(traced, made)]
-    file = config.remat.machine
-    if machine := proof.Machine.from_json(Path(file).read_text()) if file else proof.known_machine():
+    if file := config.remat.machine:
+        machine = proof.Machine.from_json(Path(file).read_text())
         lines.append(str(proof.predict(made.step, made.state, made.tokens, machine=machine)))
     return "\n".join(lines)
 

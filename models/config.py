@@ -84,7 +84,7 @@ class Remat(Policy):
 
     budget: int | str | None = None  # per device: bytes, 70GiB, or auto: what JAX may use of a GPU, less 5 %
     host_budget: int | str | None = None  # of pinned host memory per device; None: what the pool and the machine have
-    machine: str | None = None  # what `python -m jaxoffload machine --out` wrote; None: what was measured here
+    machine: str | None = None  # what `python -m jaxoffload machine` printed; needed for a budget
 
     @property
     def fixed(self) -> Policy:

@@ -13,11 +13,11 @@ from pathlib import Path
 import jax
 
 from benchmarks.bench import provenance
-from jaxoffload import proof
+from jaxoffload import compiler_options, proof
+from jaxoffload.proof._profile import profile_of
 from jaxoffload.proof._program.hlo import host_copies, parse
 from jaxoffload.proof._program.target import target_of
 from jaxoffload.proof._program.trace import traced
-from jaxoffload.proof._report.profile import profile_of
 from models.train import step_for
 
 SMALL = ["model.dtype=bfloat16", "train.batch_size=2", "train.seq_len=2048", "remat.min_offload_bytes=0"]
@@ -36,14 +36,19 @@ TAKEN = 2
 def record(name: str, folder: Path) -> proof.Profile:
     step, args, _, _ = step_for(*STEPS[name])
     target = target_of(step, args)
-    program, arrays = target.fast_program, target.arrays
+    program, arrays = target.compiled(compiler_options), target.arrays
     jax.block_until_ready(program(*arrays))
     events = traced(lambda: [jax.block_until_ready(program(*arrays)) for _ in range(TAKEN)])
     text = "\n".join(line[:4000] for line in program.as_text().splitlines())  # without the kernels' code
     found = profile_of(events, host_copies(parse(text)), TAKEN, jax.devices()[0].device_kind)
     known = provenance("", argparse.Namespace(commit=sys.argv[2]))
     kept = {**known, "command": " ".join(["python", *sys.argv]), "of": STEPS[name]}
-    kept |= {"steps": TAKEN, "profile": json.loads(found.to_json()), "events": events, "program": text}
+    kept |= {
+        "steps": TAKEN,
+        "profile": {"totals": [total._asdict() for total in found.totals]},
+        "events": events,
+        "program": text,
+    }
     with gzip.open(folder / f"{name}.json.gz", "wt") as file:
         json.dump(kept, file)
     return found

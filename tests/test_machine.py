@@ -15,7 +15,7 @@ from jax.sharding import PartitionSpec as P
 
 from jaxoffload import machine, proof, tag
 from jaxoffload._engine.cost.cost import attention_flops, cost
-from jaxoffload.proof import AttentionRate, Bus, Gemms, Link, Machine, known_machine
+from jaxoffload.proof import AttentionRate, Bus, Gemms, Link, Machine
 from jaxoffload.proof._command import main
 from jaxoffload.proof._predict import machine as _machine
 from jaxoffload.proof._predict import measure
@@ -219,17 +219,9 @@ def test_some_gpus_of_a_host_copy_at_rates_between_those_of_one_and_of_all():
     assert two.bus(1) == two.one and two.bus(2) == two.bus(4) == two.all
 
 
-def test_what_is_not_a_machine_is_refused():
-    with pytest.raises(TypeError, match=r"machine: again must be True or False, got 'machines/h200\.json'"):
-        machine("machines/h200.json")
-
-
 def test_a_machine_comes_back_whole():
     for each in (MACHINE, BY_SHAPE):
         assert Machine.from_json(each.to_json()) == each
-    shown = str(BY_SHAPE).splitlines()
-    assert "attention         width 64, length 4096, forward 0.3, backward 0.15" in shown
-    assert "gemm_tflops       1.0" in shown and "sizes (1000, 100000), all_gather (1.0, 3.0)" in shown[-1]
     wrong = BY_SHAPE.to_json().replace('"narrow": 0.25', '"narrow": -0.25')
     with pytest.raises(ValueError, match=r"-0\.25 is not a rate"):
         Machine.from_json(wrong)
@@ -243,13 +235,12 @@ def test_a_machine_comes_back_whole():
     ]
     for wrong in (*text, *({"link": each} for each in short)):
         with pytest.raises(
-            ValueError, match=rf"writes: {next(iter(wrong))}: (.* is not a rate|needs sizes that ascend)"
+            ValueError, match=rf"prints: {next(iter(wrong))}: (.* is not a rate|needs sizes that ascend)"
         ):
             Machine.from_json(json.dumps(fields | wrong))
     for wrong in ("{}", "no json", "[]", json.dumps(json.loads(MACHINE.to_json()) | {"more": 1})):
-        with pytest.raises(ValueError, match="not what `python -m jaxoffload machine --out FILE` writes"):
+        with pytest.raises(ValueError, match="not what `python -m jaxoffload machine` prints"):
             Machine.from_json(wrong)
-    assert "each of all GPUs" in str(MACHINE) and "each of" not in str(dataclasses.replace(MACHINE, gpus=1))
 
 
 def test_a_file_of_earlier_versions_has_one_number_for_all_shapes():
@@ -287,38 +278,16 @@ def test_the_compiler_leaves_each_collective_that_is_measured(what):
         assert len(re.findall(rf" {what.replace('_', '-')}(?:-start)?\(", compiled)) == times
 
 
-def test_it_is_measured_once(monkeypatch, tmp_path):
-    measured = []
-    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
-    monkeypatch.setattr(_machine.jax, "default_backend", lambda: "gpu")
-    monkeypatch.setattr(_machine, "_measured", lambda devices: measured.append(1) or MACHINE)
-    assert known_machine() is None
-    assert machine() == machine() == known_machine() == MACHINE and len(measured) == 1
-    assert machine(again=True) == MACHINE and len(measured) == 2
-    (kept,) = (tmp_path / "jaxoffload").iterdir()
-    kept.write_text("half of a fi")
-    assert known_machine() is None and machine() == MACHINE and len(measured) == 3
-    monkeypatch.setenv("XDG_CACHE_HOME", "/proc/nowhere")
-    assert known_machine() is None and machine() == MACHINE and len(measured) == 4
-
-
-def test_the_command_line_measures_and_writes(monkeypatch, tmp_path, capsys):
-    file = tmp_path / "machine.json"
+def test_the_command_line_measures(monkeypatch, capsys):
     assert main(["machine"]) == 2 and "machine: needs an NVIDIA GPU" in capsys.readouterr().err
-    monkeypatch.setattr(proof, "machine", lambda again: MACHINE)
-    assert main(["machine", "--out", str(file)]) == 0 and Machine.from_json(file.read_text()) == MACHINE
-    assert capsys.readouterr().out == f"{MACHINE}\n"
-    with pytest.raises(SystemExit):
-        main(["machine", "--out", str(tmp_path / "nowhere" / "machine.json")])
-    assert "machine.json cannot be written" in capsys.readouterr().err
+    monkeypatch.setattr(proof, "machine", lambda: MACHINE)
+    assert main(["machine"]) == 0 and Machine.from_json(capsys.readouterr().out) == MACHINE
 
 
 @pytest.mark.gpu
-def test_a_gpu_is_measured(monkeypatch, tmp_path):
-    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+def test_a_gpu_is_measured():
     found = machine()
     assert found.gpus == jax.local_device_count() and found.device == jax.devices()[0].device_kind
     rates = [*found.one, *found.all, found.gemm_tflops, *found.attention_tflops, found.hbm_gb_s]
     assert all(rate > 0 for rate in rates), found
     assert found.gemms and found.attention and found.fused_gb_s and (found.link is None) == (found.gpus == 1)
-    assert known_machine() == machine() == found

@@ -2,7 +2,6 @@
 
 import dataclasses
 import functools
-import json
 import os
 import random
 from pathlib import Path
@@ -23,12 +22,10 @@ from jaxoffload._tracing import Trial
 from jaxoffload.proof import Bus, Machine, Memory, NothingFits, predict
 from jaxoffload.proof._command import main
 from jaxoffload.proof._plan import plan as planning
-from jaxoffload.proof._plan.choices import curve_of, estimated
+from jaxoffload.proof._plan.choices import curve_of, estimated, looked_at
 from jaxoffload.proof._plan.chosen import chosen
 from jaxoffload.proof._plan.costs import LayerCost, Step, priced
-from jaxoffload.proof._plan.names import UNTAGGED
-from jaxoffload.proof._plan.patterns import pattern_of, policy_of
-from jaxoffload.proof._plan.search import looked_at
+from jaxoffload.proof._plan.names import UNTAGGED, pattern_of, policy_of
 from jaxoffload.proof._predict.scans import Stack, scans_in, within
 from jaxoffload.proof._program.results import trace_of
 from models.train import main as train
@@ -162,7 +159,7 @@ def test_a_layer_costs_what_it_runs_and_copies_of_what_it_keeps(sharded):
     run = lambda x, w: scan(layer, x, w, policy=Policy(), strict=False)[0]
     f = lambda w, x: jnp.sum((mapped(run) if sharded else run)(x, w))
     args, rates = ({"in": of(3, 64, 256), "out": of(3, 256, 64)}, of(32, 64)), dataclasses.replace(H200, fused_gb_s=1.0)
-    _, names, costs, _ = priced(f, args, ALL, rates)
+    _, names, costs = priced(f, args, ALL, rates)
     everything = names.least | names.free
     (found,) = costs(everything)
     policy = policy_of(everything, frozenset(), names.recomputable, ALL)
@@ -180,7 +177,7 @@ def test_a_layer_costs_what_it_runs_and_copies_of_what_it_keeps(sharded):
 def test_untagged_matmuls_are_kept_as_is_fixed(dots):
     layer = lambda x, w: (jnp.sin(tag(jnp.tanh(x @ w["in"]), "act") @ w["out"]), None)
     f = lambda w, x: jnp.sum(scan(layer, x, w, policy=Policy(), strict=False)[0])
-    _, names, costs, _ = priced(f, ARGS, dataclasses.replace(ALL, dots=dots), H200)
+    _, names, costs = priced(f, ARGS, dataclasses.replace(ALL, dots=dots), H200)
     (found,) = costs(names.least | names.free)
     assert found.movable == {("act",): WIDE} | ({UNTAGGED: STREAM} if dots == "offload" else {})
     assert (UNTAGGED in names.moved) == (dots == "offload")
@@ -351,7 +348,6 @@ def test_promises_hold(machine, host_budget):
             assert found.step_ms <= 1.01 * recomputed.step_ms
         assert moves(found.policy) == (found.host > 0)
     assert not found.host and kept_by(found.policy)[0] == LAYERS * (STREAM + WIDE)  # all fits: fc1 is not needed
-    assert found.limits.startswith("nothing")
     assert str(planned(machine=machine, budget=kib * KIB, host_budget=host_budget)) == str(found)
 
 
@@ -363,12 +359,6 @@ def test_a_budget_that_nothing_fits_is_one_error():
     assert planned(budget=found.value.least).bytes == found.value.least
     with pytest.raises(NothingFits):
         planned(budget=found.value.least - 1)
-
-
-def test_the_limit_says_what_more_memory_brings():
-    least = toy(560, TOY, 0)
-    assert least.limits == "some 192.00 KiB more would change the step by -13.7%"
-    assert "fc1" in dict(toy(752, TOY, 0).policy.residuals)
 
 
 def test_microbatches_have_two_sets_of_stacks():
@@ -456,26 +446,16 @@ def test_fixed_decisions_stay():
     assert not moves(least(fixed=Policy()).policy)  # 1 MiB
 
 
-def test_a_matmul_that_nobody_named_is_pointed_to():
-    layer = lambda x, w: (x + jnp.tanh(tag(x, "x") @ w) @ w.T, None)
-    f = lambda w, x: jnp.sum(scan(layer, x, w, policy=Policy(), strict=False)[0])
-    (line,) = planned(of(LAYERS, D, H), of(B, D), f=f).untagged
-    assert "test_plan.py:" in line and "float32[64, 128]" in line and "32.00 KiB" in line
-    assert toy(800).untagged == ()
-
-
 # ---- text and errors ----
 
 
-def test_the_text_the_yaml_and_the_json_are_the_plan():
+def test_the_text_and_the_yaml_are_the_plan():
     found = toy(600)
     fields = yaml.safe_load(found.to_yaml())["remat"]
     assert Policy(**fields) == found.policy
-    read = json.loads(found.to_json())
-    assert read["prediction"]["memory"] == found.memory._asdict() and read["bytes"] == found.bytes
     first, *_ = str(found).splitlines()
     assert first == found.summary == f"{found.prediction.summary}; memory is a guess from shapes, up to 20% off"
-    assert found.to_yaml().rstrip() in str(found) and f"limit: {found.limits}" in str(found)
+    assert found.to_yaml().rstrip() in str(found)
     asked = dataclasses.replace(found, compiled=12345)
     assert asked.bytes == 12345 and asked.summary.endswith("; memory is as XLA plans it")
 
@@ -496,15 +476,17 @@ def test_a_plan_says_if_more_gpus_copy_than_were_measured(gpus, says):
         ({"budget": "70Gib/s"}, ValueError, "plan: budget '70Gib/s' is not a size"),
         ({"host_budget": -1}, ValueError, "plan: host_budget -1 is not a size"),
         ({"machine": "no/such.json"}, ValueError, "plan: machine 'no/such.json'"),
-        ({"machine": 3}, TypeError, "plan: machine must be"),
-        ({"machine": None}, ValueError, "machines/h200.json"),
+        (
+            {"machine": None},
+            ValueError,
+            "plan: machine None is neither a Machine nor a file of one",
+        ),
         ({"fixed": {"fc1": "save"}}, TypeError, "plan: fixed must be"),
         ({"compile": "no"}, TypeError, "plan: compile must be True or False, got 'no'"),
         ({"budget": None}, ValueError, "plan: budget: no GPU here"),
     ],
 )
-def test_what_is_wrong_is_said(wrong, error, says, monkeypatch, tmp_path):
-    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))  # no machine was measured here
+def test_what_is_wrong_is_said(wrong, error, says):
     with pytest.raises(error, match=says):
         planned(**wrong)
 
@@ -532,14 +514,10 @@ def test_what_is_not_planned_is_said():
 
 @pytest.mark.claim("plan-compiled")
 def test_xla_is_asked_by_default_where_arguments_are_on_gpus():
-    with pytest.raises(NotImplementedError, match=r"compile=True needs arguments on GPUs.*cpu"):
-        planned(compile=True)
     mesh = jax.sharding.AbstractMesh((2,), ("d",), axis_types=(jax.sharding.AxisType.Auto,))
-    here = jax.sharding.NamedSharding(mesh, jax.sharding.PartitionSpec())
-    args = jax.tree.map(lambda a: a.update(sharding=here), ARGS)
-    with pytest.raises(NotImplementedError, match="an abstract mesh"):
-        planned(*args, compile=True)
-    assert toy(600).compiled is None
+    somewhere = jax.sharding.NamedSharding(mesh, jax.sharding.PartitionSpec())
+    args = jax.tree.map(lambda a: a.update(sharding=somewhere), ARGS)
+    assert planned(*args).compiled is None and toy(600).compiled is None
 
 
 @pytest.mark.claim("plan-compiled")
@@ -552,7 +530,7 @@ def test_what_xla_plans_decides(monkeypatch):
         asked.append(policy)
         return 2 * guess(policy) if moves(policy) else guess(policy) - 1
 
-    monkeypatch.setattr(planning, "where_not_on_gpus", lambda args: None)
+    monkeypatch.setattr(planning, "are_on_gpus", lambda args: True)
     monkeypatch.setattr(planning, "compiled_bytes", size)
     found = planned(budget=600 * KIB)
     assert found.compiled == found.bytes == found.memory.total - 1 and found.host == 0
@@ -561,12 +539,10 @@ def test_what_xla_plans_decides(monkeypatch):
         planned(budget=300 * KIB)
     count = len(asked)
     assert planned(budget=600 * KIB, compile=False).policy == toy(600).policy and len(asked) == count
-    # Where it does not say, a guess stands; but not for those who insist.
+    # Where it does not say, a guess stands.
     monkeypatch.setattr(planning, "compiled_bytes", lambda *_: None)
     found = planned(budget=600 * KIB)
     assert found.compiled is None and found.policy == toy(600).policy
-    with pytest.raises(NotImplementedError, match="says nothing of the memory"):
-        planned(budget=600 * KIB, compile=True)
 
 
 def test_the_pinned_pool_is_the_default_of_the_host(monkeypatch):
@@ -606,13 +582,12 @@ COMMAND = ["plan", "models.train:step_for", TINY, "--machine", MACHINE]
 
 
 def test_the_command_line_prints(capsys):
-    assert main([*COMMAND, "--budget", "1GiB", "--host-budget", "0", "--json"]) == 0
-    said = json.loads(capsys.readouterr().out)
-    assert said["budget"] == 2**30 and said["host_budget"] == said["prediction"]["host"] == 0
+    assert main([*COMMAND, "--budget", "1GiB", "--host-budget", "0"]) == 0
+    said = capsys.readouterr().out
+    assert " of 1.00 GiB" in said and "0 B of 0 B" in said and "remat:" in said
     for more, says in (
         (["--budget", "1GB/s"], "budget '1GB/s' is not a size"),
         (["--budget", "1MiB"], "smallest choice needs"),
-        (["--budget", "1GiB", "--compile"], "compile=True needs arguments on GPUs"),
     ):
         assert main([*COMMAND, *more]) == 2
         error = capsys.readouterr().err

@@ -5,6 +5,7 @@ import dataclasses
 import gzip
 import json
 import re
+from collections import Counter
 from pathlib import Path
 from types import SimpleNamespace
 from unittest.mock import Mock
@@ -14,13 +15,12 @@ import pytest
 from traces import D2D, D2H, H2D, KERNEL, PROGRAM, profile, profiled, steps_at, write_trace
 
 import jaxoffload
-from jaxoffload.proof import read_profile
+from jaxoffload.proof import _profile, read_profile
+from jaxoffload.proof._profile import _steps, profile_of
 from jaxoffload.proof._program import hlo
 from jaxoffload.proof._program import memory as _memory
-from jaxoffload.proof._program.hlo import Copy, host_copies, parse
+from jaxoffload.proof._program.hlo import host_copies, parse
 from jaxoffload.proof._program.trace import Event, events_of
-from jaxoffload.proof._report import profile as _profile
-from jaxoffload.proof._report.profile import _steps, profile_of
 from jaxoffload.proof._verify import copies as _copies
 from jaxoffload.proof._verify import repeats as _repeats
 
@@ -158,17 +158,17 @@ ENTRY %main (x: f32[4]) -> f32[4] {
 
 
 @pytest.mark.claim("profile")
-def test_each_copy_has_its_residual_and_layer():
+def test_each_copy_has_its_residual():
     found = profiled(0, 100)
-    assert [(m.residual, m.layer, m.direction, m.bytes, m.ms, m.exposed_ms) for m in found.moves] == [
-        ("mlp/fc1", None, "d2h", 20, 5, 0),  # the padding row
-        ("mlp/fc1", 0, "d2h", 20, 5, 0),
-        ("mlp/fc1", 1, "d2h", 20, 14, 4),
-        ("act", 0, "d2h", 40, 2, 0),
-        ("mlp/fc1", 1, "h2d", 20, 5, 0),
-        ("mlp/fc1", 0, "h2d", 20, 5, 0),
-        ("mlp/fc1", None, "h2d", 20, 5, 0),
-        ("", 0, "h2d", 40, 2, 1),
+    assert [(m.residual, m.direction, m.bytes, m.ms, m.exposed_ms) for m in found.moves] == [
+        ("mlp/fc1", "d2h", 20, 5, 0),  # the padding row
+        ("mlp/fc1", "d2h", 20, 5, 0),
+        ("mlp/fc1", "d2h", 20, 14, 4),
+        ("act", "d2h", 40, 2, 0),
+        ("mlp/fc1", "h2d", 20, 5, 0),
+        ("mlp/fc1", "h2d", 20, 5, 0),
+        ("mlp/fc1", "h2d", 20, 5, 0),
+        ("", "h2d", 40, 2, 1),
     ]
     assert (found.step_ms, found.spread_ms) == (71, (71, 71))
     assert (found.compute_ms, found.collective_ms) == (66, 6)
@@ -176,46 +176,6 @@ def test_each_copy_has_its_residual_and_layer():
     totals = {total[:2]: total[2:] for total in found.totals}
     assert totals["mlp/fc1", "d2h"] == (3, 60, 24, 4) and totals["all", "h2d"] == (4, 100, 17, 1)
     assert totals["(not attributed)", "h2d"] == (1, 40, 2, 1) and "(not attributed)" in str(found)
-    assert json.loads(found.to_json())["exposed_ms"] == 5
-
-
-def events_of_copies(copies, *ops):
-    return [Event("s", D2H if copies[op].to_host else H2D, op, i * 1e6, (i + 1) * 1e6) for i, op in enumerate(ops)]
-
-
-def layers_of(copies, *ops):
-    return [m.layer for m in profile_of(events_of_copies(copies, *ops), copies, 1, "a GPU").moves]
-
-
-def test_the_last_layers_copies_of_its_own_are_the_last_layers():
-    """If no layer is resident: after the forward loop and before the backward loop; twice."""
-    copy = lambda to_host, *rows: Copy("fc1", 20, "loop", rows, to_host)
-    copies = {"write": copy(True, 0, 1, 2), "out": copy(True), "read": copy(False, 2, 1, 0), "in": copy(False)}
-    there, back = [*["write"] * 3, "out"], ["in", *["read"] * 3]
-    assert layers_of(copies, *2 * (there + back)) == 2 * [None, 0, 1, 2, 2, 1, 0, None]
-
-
-def interleaved(microbatches, rows=3):
-    """The copies of one residual, and their order: a row each way in an iteration. XLA may run the padding row's write
-    of the next microbatch early, and leave out its read."""
-    copy = lambda to_host, *rows: Copy("fc1", 20, "loop", rows, to_host)
-    forth, back = tuple(range(1, rows)), tuple(range(rows - 1, 0, -1))
-    copies = {"pad": copy(True, 0), "first": copy(True, *forth), "last": copy(False, *back)}
-    copies |= {"put": copy(True, *forth), "get": copy(False, *back)}
-    beside = ["pad", *["get", "put"] * (rows - 1)]
-    return copies, ["pad", "pad", *["first"] * (rows - 1), *beside * (microbatches - 1), *["last"] * (rows - 1)]
-
-
-@pytest.mark.claim("accumulated-profile")
-def test_each_copy_of_interleaved_microbatches_has_its_layer():
-    copies, ops = interleaved(3)
-    found = profile_of(events_of_copies(copies, *ops), copies, 1, "a GPU")
-    of = lambda way: [m.layer for m in found.moves if m.direction == way and m.layer is not None]
-    assert of("d2h") == 3 * [0, 1] and of("h2d") == 3 * [1, 0]
-    # Two scans of a residual of one name.
-    copies |= {f"{op}.2": copy for op, copy in copies.items()}
-    twice = [o for op in ("first", "put", "put") for o in (op, op, f"{op}.2", f"{op}.2")]
-    assert layers_of(copies, *twice) == 6 * [0, 1]
 
 
 class Compiled:
@@ -242,7 +202,7 @@ def test_of_a_trace_that_holds_other_programs_the_profile_is_of_one(tmp_path):
 def test_a_profile_is_that_of_the_trace_of_its_steps(monkeypatch):
     """Here the trace is made by hand; the first run is not in it."""
     program = Mock(as_text=Compiled().as_text)
-    monkeypatch.setattr(_profile, "target_of", lambda f, args: SimpleNamespace(fast_program=program, arrays=args))
+    monkeypatch.setattr(_profile, "target_of", lambda f, args: SimpleNamespace(compiled=lambda _: program, arrays=args))
     trace = lambda folder: contextlib.nullcontext(write_trace(Path(folder), steps_at(0, 100), "jit_step"))
     monkeypatch.setattr(jax.profiler, "trace", trace)
     monkeypatch.setattr(jax, "default_backend", lambda: "gpu")
@@ -276,19 +236,16 @@ MOVED = {
     | {"attn/context.1": TOKENS * 32 * 4},  # softmax statistics of 32 heads
     "moe": {f"moe/fc1.{leaf}": 2 * TOKENS * 1024 * 2 for leaf in ("gate", "up")},
 }
-LAYERS = {"dense": 6, "moe": 4}  # in one loop, whose last layer is resident
+LAYERS = {"dense": 6, "moe": 4}  # in one loop, whose last layer is resident, and a padding row
 
 
-def test_each_copy_of_a_real_step_has_its_residual_and_layer(recorded):
+def test_each_copy_of_a_real_step_has_its_residual(recorded):
     which, made, found, _ = recorded
     assert found.collective_ms == 0
     assert {m.residual: m.bytes for m in found.moves} == MOVED[which]
-    there = list(range(LAYERS[which] - 1))
-    for residual in MOVED[which]:
-        layers = lambda way, r=residual: [m.layer for m in found.moves if (m.residual, m.direction) == (r, way)]
-        assert layers("d2h") == [None, *there] and layers("h2d") == [*reversed(there), None]
-    for got, want in zip(json.loads(found.to_json())["totals"], made["profile"]["totals"], strict=True):
-        assert got == want
+    rows = Counter((m.residual, m.direction) for m in found.moves)
+    assert rows == {(residual, way): LAYERS[which] for residual in MOVED[which] for way in ("d2h", "h2d")}
+    assert [total._asdict() for total in found.totals] == made["profile"]["totals"]
 
 
 def test_copies_of_a_real_step_are_on_no_stream_that_computes(recorded):
@@ -314,7 +271,7 @@ def test_copies_of_a_real_step_are_on_no_stream_that_computes(recorded):
     # A loop whose condition the host reads.
     (loop, *_) = (line.name for line in module if line.opcode == "while")
     assert wrong(lambda e: [e, e._replace(name="MemcpyD2H", op=loop)] if e is compute else [e]) == []
-    assert all(20 < m.gb_per_s < 64 for m in found.moves if m.bytes > 2**20)  # the range of a PCIe 5 x16 bus
+    assert all(20 < m.bytes / m.ms / 1e6 < 64 for m in found.moves if m.bytes > 2**20)  # the range of a PCIe 5 x16 bus
 
 
 @pytest.mark.parametrize(
@@ -335,7 +292,7 @@ def test_grouped_gemms_with_group_sizes_on_the_host_are_listed(recorded, monkeyp
     monkeypatch.setattr(jax, "default_backend", lambda: "gpu")
     monkeypatch.setattr(_copies, "too_large", lambda program: "")
     monkeypatch.setattr(_copies, "traced", lambda run: [*step, compute._replace(name="MemcpyD2H", op="it.1")])
-    checked = SimpleNamespace(fast_program=program, module=parse(program.as_text()), arrays=())
+    checked = SimpleNamespace(compiled=lambda _: program, module=parse(program.as_text()), arrays=())
     found, said = _copies.copies(checked)
     listed = "TransformerEngine has the host read group sizes, and wait for the copies, in it.1"
     count = len(host_copies(module))
@@ -362,7 +319,7 @@ def test_copies_in_a_loop_whose_iterations_xla_does_not_know_are_not_checked(rec
     assert hlo.of_unknown_length(module) == [] and unknown != made["program"]
     program = Mock(as_text=lambda: unknown)
     monkeypatch.setattr(jax, "default_backend", lambda: "gpu")
-    verdict, said = _copies.copies(SimpleNamespace(fast_program=program, module=parse(unknown)))
+    verdict, said = _copies.copies(SimpleNamespace(compiled=lambda _: program, module=parse(unknown)))
     assert verdict == "not checked" and re.search(r"the trip count of while[\w.]*(, while[\w.]*)* is unknown$", said)
 
 
@@ -371,7 +328,7 @@ def test_copies_that_the_profiler_missed_are_not_checked(recorded, monkeypatch):
     many = 2**30
     plan = SimpleNamespace(argument_size_in_bytes=many, output_size_in_bytes=many, temp_size_in_bytes=many)
     program = Mock(as_text=lambda: made["program"], memory_analysis=lambda: plan)
-    checked = SimpleNamespace(fast_program=program, program=program, module=module, arrays=())
+    checked = SimpleNamespace(compiled=lambda _: program, module=module, arrays=())
     monkeypatch.setattr(jax, "default_backend", lambda: "gpu")
     monkeypatch.setattr(_copies, "traced", lambda run: run() and [])
     count = len(host_copies(module))

@@ -26,6 +26,7 @@ from jaxoffload import (
     _jax,
     chain,
     checkpoint,
+    compiler_options,
     profile,
     residuals,
     scan,
@@ -45,6 +46,7 @@ from jaxoffload.proof import verify
 from jaxoffload.proof._command import main
 from jaxoffload.proof._program import exact as _exact
 from jaxoffload.proof._program import memory as _memory
+from jaxoffload.proof._program.exact import repeatable_options
 from jaxoffload.proof._program.target import target_of
 from jaxoffload.proof._verify.conservation import conservation
 from jaxoffload.proof._verify.gradients import gradients
@@ -123,7 +125,7 @@ def test_what_is_right_holds(f):
     found = verify(f, X, W)
     assert found.ok, found
     assert verdicts(found) == dict.fromkeys(ALL, "holds") | ON_CPU, found
-    assert str(found).splitlines()[0].startswith("holds        gradients: ") and '"ok": true' in found.to_json()
+    assert str(found).splitlines()[0].startswith("holds        gradients: ")
     with pytest.raises(KeyError, match="'grad' is none of gradients, conservation"):
         found["grad"]
 
@@ -277,8 +279,9 @@ def test_runs_that_differ_as_users_compile_them_must_be_equal_where_that_is_aske
     runs = iter(range(9))
     target = target_of(lambda x: {"y": x}, (X,))
     changing = lambda x: {"y": np.float32(next(runs))}
-    object.__setattr__(target, "fast_program", lambda x: jax.tree.map(jnp.asarray, changing(x)))
-    object.__setattr__(target, "program", (lambda x: {"y": x}) if again else target.fast_program)
+    fast = lambda x: jax.tree.map(jnp.asarray, changing(x))
+    program = (lambda x: {"y": x}) if again else fast
+    target.programs.update({(compiler_options, False): fast, (repeatable_options, False): program})
     found, said = repeats(target)
     assert found == verdict and "run 2 differs from the first" in said
     assert ("4 runs are equal if compiled to be deterministic, not as compiled for speed" in said) == again
@@ -686,12 +689,12 @@ def test_attention_of_transformer_engine_is_verified():
 
 
 @pytest.mark.gpu
-def test_a_profile_has_each_layers_copies():
+def test_a_profile_has_each_residuals_copies():
     found = profile(of_scan, ROWS, STACKS)
     assert found.moves, found
     for direction in ("d2h", "h2d"):
         moves = [m for m in found.moves if m.direction == direction]
-        assert sorted(m.layer for m in moves if m.layer is not None) == list(range(7)), found
+        assert 7 <= len(moves) <= 8, found  # and a padding row
         assert {m.residual for m in moves} == {"fc1"} and {m.bytes for m in moves} == {4096 * 2048 * 2}
 
 
@@ -709,19 +712,15 @@ def made(*arguments):
 
 def test_the_command_line_reports(capsys):
     assert main(["report", "test_verify:made", "loss"]) == 0
-    assert "host 4.00 KiB" in capsys.readouterr().out
-    assert main(["report", "test_verify:made", "both", "--json"]) == 0
-    assert json.loads(capsys.readouterr().out)["host_bytes"] == LAYERS * BATCH * HIDDEN * 4
+    assert f"host {readable(LAYERS * BATCH * HIDDEN * 4)}" in capsys.readouterr().out
 
 
 @pytest.mark.slow
 @pytest.mark.claim("exit-status")
 def test_the_command_line_verifies(capsys, monkeypatch):
-    assert main(["verify", "test_verify:made", "both", "--json"]) == 0
-    said = capsys.readouterr()
-    found = json.loads(said.out)
-    checked = said.err.splitlines()
-    assert found["loss"]["ok"] and found["step"]["ok"] and len(checked) == 2 * len(ALL)
+    assert main(["verify", "test_verify:made", "both"]) == 0
+    checked = capsys.readouterr().out.splitlines()
+    assert [line.partition(":")[0] for line in checked] == [*["loss"] * len(ALL), *["step"] * len(ALL)]
     rows_in_wrong_order(monkeypatch)
     jax.clear_caches()
     assert main(["verify", "test_verify:made", "loss"]) == 1
@@ -762,7 +761,7 @@ def test_what_cannot_be_done_is_a_message(asked, said, capsys, mine):
     "asked, said",
     [
         (["verify", "mine:nothing", "--jsn", "2"], "unrecognized arguments: --jsn"),
-        (["report", "mine:nothing", "--machine", "{mine}/slow.json"], "writes: one: 0.0 is not a rate"),
+        (["report", "mine:nothing", "--machine", "{mine}/slow.json"], "prints: one: 0.0 is not a rate"),
     ],
 )
 def test_options_are_refused_before_anything_runs(asked, said, capsys, mine):
@@ -772,8 +771,8 @@ def test_options_are_refused_before_anything_runs(asked, said, capsys, mine):
 
 
 def test_options_may_stand_anywhere(capsys, mine):
-    assert main(["verify", "mine:few", "--json", "2"]) == 0
-    assert json.loads(capsys.readouterr().out)["loss"]["checks"][0]["verdict"] == "holds"
+    assert main(["report", "mine:few", "--machine", str(ROOT / "machines/h200.json"), "2"]) == 0
+    assert "ms per step on 1 NVIDIA H200, predicted" in capsys.readouterr().out
 
 
 @pytest.mark.parametrize(

@@ -2,9 +2,9 @@
 
 import jax
 
+from jaxoffload.proof._profile import profile_of
 from jaxoffload.proof._program.hlo import host_copies, parse
 from jaxoffload.proof._program.trace import events_of
-from jaxoffload.proof._report.profile import profile_of
 
 KERNEL, D2H, H2D, D2D = "gemm", "MemcpyD2H", "MemcpyH2D", "MemcpyD2D"
 

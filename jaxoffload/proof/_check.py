@@ -1,7 +1,6 @@
 """The result of verify(), which pages show: a verdict for each claim."""
 
 import dataclasses
-import json
 from collections.abc import Iterator
 from typing import Final, Literal
 
@@ -57,9 +56,6 @@ class Verification:
     def ok(self) -> bool:
         """True if nothing fails. A claim that was not checked does not fail."""
         return all(check.verdict != FAILS for check in self.checks)
-
-    def to_json(self) -> str:
-        return json.dumps({"ok": self.ok, "checks": [dataclasses.asdict(check) for check in self.checks]})
 
     def __str__(self) -> str:
         return "\n".join(map(str, self.checks))

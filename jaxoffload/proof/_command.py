@@ -4,8 +4,6 @@ import argparse
 import importlib
 import io
 import itertools
-import json
-import os
 import sys
 import traceback
 from collections.abc import Sequence
@@ -15,17 +13,19 @@ from typing import Any
 from .. import proof
 from .._errors import UserError
 from .._text import nearest
+from ._check import FAILS
 from ._program.results import run_of
 from ._residuals.residuals import residuals
+from ._verify.verify import checks
 
 USAGE = """\
   python -m jaxoffload verify models.train:step_for configs/tiny.yaml train.batch_size=2
-  python -m jaxoffload machine --out h200.json
+  python -m jaxoffload machine > h200.json
   python -m jaxoffload report models.train:step_for configs/llama3-8b.yaml --machine h200.json
   python -m jaxoffload plan models.train:step_for configs/llama3-8b.yaml --budget 70GiB --machine h200.json
 
-report and plan allocate nothing and run on any machine; the others run here. For a machine that was measured, here or
-elsewhere, report also predicts the step, and says whether each residual's copies fit behind its layer.
+report and plan allocate nothing and run on any machine; the others run here. For a machine that was measured, report
+also predicts the step, and says whether each residual's copies fit behind its layer.
 
 MODULE:FUNCTION is called with the ARGUMENTs, which are strings. It returns (f, args), a loss or a training step and a
 tuple of its arguments, arrays or jax.ShapeDtypeStructs; or (step, args, loss, loss_args), where the step differentiates
@@ -66,7 +66,6 @@ def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
     for command in (report, plan, verify, profile, machine):
         one = commands.add_parser(command.__name__, help=command.__doc__, description=command.__doc__)
         one.set_defaults(run=command)
-        one.add_argument("--json", action="store_true", help="print one JSON object instead")
         if command is not machine:
             one.add_argument("function", metavar="MODULE:FUNCTION")
             one.add_argument("arguments", nargs="*", default=[], metavar="ARGUMENT")
@@ -75,15 +74,11 @@ def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
             one.add_argument("--budget", metavar="BYTES", help=text)
             text = "bytes of pinned host memory per device; by default what the pinned pool holds"
             one.add_argument("--host-budget", metavar="BYTES", help=text)
-            one.add_argument("--compile", action=argparse.BooleanOptionalAction, help="whether XLA is asked for memory")
+            text = "guess memory from shapes, where XLA could be asked"
+            one.add_argument("--no-compile", dest="compile", action="store_false", help=text)
         if command in (report, plan):
-            text = "what `machine --out` wrote; by default what was measured here, if anything"
-            one.add_argument("--machine", type=_machine, metavar="FILE", help=text)
-        if command is profile:
-            one.add_argument("--html", type=_writable, metavar="FILE", help="also write a page with a picture")
-        if command is machine:
-            one.add_argument("--again", action="store_true", help="measure, whatever was measured before")
-            one.add_argument("--out", type=_writable, metavar="FILE", help="also write it for --machine, as JSON")
+            text = "what `machine` printed"
+            one.add_argument("--machine", type=_machine, metavar="FILE", help=text, required=command is plan)
     options, rest = parser.parse_known_args(arguments)  # an ARGUMENT may stand behind an option
     if wrong := [text for text in rest if text.startswith("-") or options.command == "machine"]:
         parser.error(f"unrecognized arguments: {' '.join(wrong)}")
@@ -96,13 +91,6 @@ def _machine(path: str) -> proof.Machine:
         return proof.Machine.from_json(Path(path).read_text())
     except (OSError, ValueError) as why:
         raise argparse.ArgumentTypeError(f"{path}: {why}") from why
-
-
-def _writable(path: str) -> Path:
-    file = Path(path)
-    if file.is_dir() or not os.access(file if file.exists() else file.absolute().parent, os.W_OK):
-        raise argparse.ArgumentTypeError(f"{path} cannot be written")
-    return file
 
 
 def made_by(options: argparse.Namespace) -> Made:
@@ -134,13 +122,9 @@ def made_by(options: argparse.Namespace) -> Made:
 def report(options: argparse.Namespace) -> int:
     """Print where the backward pass finds each residual, and why, without allocating anything."""
     f, args, loss, loss_args = made_by(options)
-    table = residuals(loss, *loss_args)
-    known = options.machine or proof.known_machine()
-    step = proof.predict(f, *args, machine=known) if known else None
-    if options.json:
-        print(json.dumps(json.loads(table.to_json()) | ({"step": json.loads(step.to_json())} if step else {})))
-    else:
-        print(table, *([step] if step else []), sep="\n")
+    print(residuals(loss, *loss_args))
+    if options.machine:
+        print(proof.predict(f, *args, machine=options.machine))
     return 0
 
 
@@ -148,8 +132,7 @@ def plan(options: argparse.Namespace) -> int:
     """Choose the policy whose predicted step is the fastest of those that fit, without allocating anything."""
     f, args, *_ = made_by(options)
     sizes = {"budget": options.budget, "host_budget": options.host_budget}
-    found = proof.plan(f, *args, machine=options.machine, compile=options.compile, **sizes)
-    print(found.to_json() if options.json else found)
+    print(proof.plan(f, *args, machine=options.machine, compile=options.compile, **sizes))
     return 0
 
 
@@ -159,33 +142,22 @@ def verify(options: argparse.Namespace) -> int:
     is_loss = step is not loss or run_of(loss, loss_args)[1]
     functions = {"loss" if is_loss else "step": (loss, loss_args)}
     functions |= {"step": (step, step_args)} if step is not loss else {}
-    found = {}
+    failed = False
     for what, (f, args) in functions.items():
-        checks = []
-        for check in proof.checks(f, *args):
-            checks.append(check)
-            print(f"{what}: {check}", file=sys.stderr if options.json else sys.stdout, flush=True)
-        found[what] = proof.Verification(tuple(checks))
-    if options.json:
-        print(json.dumps({what: json.loads(each.to_json()) for what, each in found.items()}))
-    return int(not all(each.ok for each in found.values()))
+        for check in checks(f, *args):
+            print(f"{what}: {check}", flush=True)
+            failed |= check.verdict == FAILS
+    return int(failed)
 
 
 def profile(options: argparse.Namespace) -> int:
     """Run the step on a GPU and print how long each residual's copies take, and how much of that is exposed."""
     f, args, *_ = made_by(options)
-    profiled = proof.profile(f, *args)
-    print(profiled.to_json() if options.json else profiled)
-    if options.html:
-        text = proof.page(" ".join((options.function, *options.arguments)), profiled)
-        options.html.write_text(text, encoding="utf-8")
+    print(proof.profile(f, *args))
     return 0
 
 
 def machine(options: argparse.Namespace) -> int:
-    """Measure the GPUs of this machine, or print what was measured before."""
-    measured_here = proof.machine(options.again)
-    print(measured_here.to_json() if options.json else measured_here)
-    if options.out:
-        options.out.write_text(measured_here.to_json() + "\n")
+    """Measure the GPUs of this machine, and print what --machine takes."""
+    print(proof.machine().to_json())
     return 0

@@ -1,6 +1,7 @@
 """From what one layer costs to all choices that no other one beats: estimated times, and bytes on device and host.
 
-A choice keeps some names for the backward pass, and moves some of these to the host in the first layers. A step takes
+Some sets of kept names are looked at: up from the least and down from all, by seconds for each byte. A choice keeps
+such a set for the backward pass, and moves some of its names to the host in the first layers. A step takes
 
     the time of all that is outside of the layers
     + for each layer its forward and its backward pass, with what runs again
@@ -10,16 +11,58 @@ A choice keeps some names for the backward pass, and moves some of these to the 
 """
 
 import dataclasses
+import functools
 import math
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any, NamedTuple
 
 from ..._policy import Policy
-from .._predict.machine import Bus
+from .._predict.rates import Bus
 from .._predict.scans import Stack
 from .costs import Costs, LayerCost, Step, Table
-from .names import Kept, Names
-from .patterns import policy_of
+from .names import Kept, Names, Unit, policy_of
+
+
+def looked_at(
+    least: Kept, free: Iterable[Unit], costs: Callable[[Kept], Costs], stacks: Sequence[Stack]
+) -> dict[Kept, Costs]:
+    """Return what layers cost for some sets of names.
+
+    From `least` upwards, the unit that saves most time for each byte is added, until all are in. From all downwards,
+    the one is dropped that costs least time for each byte. Gains are evaluated anew only for the unit that comes first,
+    which is nearly always enough: they seldom grow when more is kept.
+    """
+    table, units = dict[Kept, Costs](), sorted(free)
+
+    def totals(kept: Kept) -> tuple[float, int]:
+        """Return the seconds and the bytes of all layers in a step."""
+        if kept not in table:
+            table[kept] = costs(kept)
+        both = list(zip(stacks, table[kept], strict=True))
+        seconds = sum(s.runs * s.layers * c.seconds for s, c in both)
+        return seconds, sum(s.sets * s.layers * c.kept for s, c in both)
+
+    def worth(kept: Kept, unit: Unit) -> float:
+        """Return the seconds that a byte of a unit saves, beside these others."""
+        (after, more), (before, less) = totals(kept | {unit}), totals(kept - {unit})
+        return (before - after) / max(1, more - less)
+
+    totals(least)
+    for kept, sign in ((least, -1), (least.union(units), 1)):
+        values = {unit: worth(kept, unit) for unit in units}
+        while values:
+            kept ^= {_first(values, functools.partial(worth, kept), sign)}
+    return table
+
+
+def _first(values: dict[Unit, float], now: Callable[[Unit], float], sign: int) -> Unit:
+    """Take out the unit with the least `sign` * value, as it is `now`."""
+    fresh: set[Unit] = set()
+    while (first := min(values, key=lambda unit: (sign * values[unit], unit))) not in fresh:
+        values[first] = now(first)
+        fresh.add(first)
+    del values[first]
+    return first
 
 
 class Choice(NamedTuple):

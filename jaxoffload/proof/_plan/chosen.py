@@ -90,11 +90,10 @@ def compiled_bytes(lower: Callable[..., Any], args: tuple[Any, ...], policy: Pol
     return int(found.argument_size_in_bytes + new + found.temp_size_in_bytes)
 
 
-def where_not_on_gpus(args: Any) -> str | None:
-    """Return where arguments are if they are on no GPUs, here or described ones, and so cannot be compiled for them."""
+def are_on_gpus(args: Any) -> bool:
+    """Return if arguments are on GPUs, here or described ones, for which a step can be compiled."""
     shardings = [getattr(leaf, "sharding", None) for leaf in jax.tree.leaves(args)]
     if any(isinstance(getattr(s, "mesh", None), jax.sharding.AbstractMesh) for s in shardings):
-        return "an abstract mesh"
+        return False
     platforms = {device.platform for s in shardings if s is not None for device in s.device_set}
-    platforms = platforms or {jax.default_backend()}
-    return None if platforms <= {"gpu", "cuda"} else ", ".join(sorted(platforms))
+    return (platforms or {jax.default_backend()}) <= {"gpu", "cuda"}

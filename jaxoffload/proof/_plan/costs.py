@@ -15,15 +15,14 @@ from ..._engine.layers.loops import is_ours
 from ..._engine.microbatches.interleaved import is_staged
 from ..._policy import Policy
 from ..._tracing import Trial, under
-from .._predict.machine import Bus, Machine
+from .._predict.machine import Machine
 from .._predict.memory import argument_bytes, divisions, step_bytes
-from .._predict.predict import computing_seconds, spread
+from .._predict.predict import computing_seconds
+from .._predict.rates import Bus
 from .._predict.scans import Scan, Stack, axes_of, scans_in, within
-from .._program.results import trace_of
-from .errors import CannotPlan
-from .names import UNTAGGED, Kept, Names, Unit, linear, names_of
-from .patterns import policy_of
-from .untagged import runs_again
+from .._program.results import spread, trace_of
+from .names import UNTAGGED, Kept, Names, Unit, linear, names_of, policy_of
+from .result import CannotPlan
 
 
 class LayerCost(NamedTuple):
@@ -77,22 +76,11 @@ class Step:
     moved: Kept = frozenset()
 
 
-class Priced(NamedTuple):
-    """The result of `priced`.
-
-    Attributes:
-      costs: of a layer of each scan that keeps certain names.
-      untagged: lines for the matmuls that run again even if all names are kept.
-    """
-
-    step: Step
-    names: Names
-    costs: Callable[[Kept], Costs]
-    untagged: tuple[str, ...]
-
-
-def priced(f: Callable[..., Any], args: tuple[Any, ...], fixed: Policy, machine: Machine) -> Priced:
-    """Return what a step, or a loss and its gradient, costs."""
+def priced(
+    f: Callable[..., Any], args: tuple[Any, ...], fixed: Policy, machine: Machine
+) -> tuple[Step, Names, Callable[[Kept], Costs]]:
+    """Return what a step, or a loss and its gradient, costs outside of its layers, the names in these, and what a layer
+    of each scan costs that keeps certain names."""
     dots = "recompute" if fixed.dots == "offload" else fixed.dots
     trial = Trial(dataclasses.replace(fixed, residuals={}, offload_modules=(), default="recompute", dots=dots))
     with under(whole_program=True):
@@ -101,12 +89,9 @@ def priced(f: Callable[..., Any], args: tuple[Any, ...], fixed: Policy, machine:
     scans = planned_scans(plain, devices)
     names = names_of(scans, fixed)
 
-    def layers(kept: Kept) -> list[Layer]:
-        policy = policy_of(kept & names.movable, kept - names.movable, names.recomputable, fixed)
-        return [linear(scan, policy) for scan in scans]
-
     def costs(kept: Kept) -> Costs:
-        return tuple(cost_of(*each, names, machine) for each in zip(scans, layers(kept), strict=True))
+        policy = policy_of(kept & names.movable, kept - names.movable, names.recomputable, fixed)
+        return tuple(cost_of(scan, linear(scan, policy), names, machine) for scan in scans)
 
     of_least = list(zip((scan.stack for scan in scans), costs(frozenset()), strict=True))
     in_layers = sum(stack.runs * stack.layers * cost.seconds for stack, cost in of_least)
@@ -120,9 +105,7 @@ def priced(f: Callable[..., Any], args: tuple[Any, ...], fixed: Policy, machine:
         copying=4 / machine.hbm_gb_s / 1e9,  # it is read and written, each way
         moved=names.moved,
     )
-    everything = zip(scans, layers(names.least | names.free), strict=True)
-    untagged = tuple(line for scan, layer in everything for line in runs_again(layer, _backward(scan, layer)))
-    return Priced(step, names, costs, untagged)
+    return step, names, costs
 
 
 def planned_scans(jaxpr: Jaxpr, devices: int) -> list[Scan]:
@@ -151,7 +134,8 @@ def planned_scans(jaxpr: Jaxpr, devices: int) -> list[Scan]:
 def cost_of(scan: Scan, layer: Layer, names: Names, rates: Rates) -> LayerCost:
     """Return what one layer of a scan costs."""
     axes, layout, sizes = axes_of(scan.shard_maps), layer.layout, layer.sizes
-    known, again = (cost(of, rates, scan.devices, axes) for of in (layer.forward, _backward(scan, layer)))
+    backward = within(scan.shard_maps, layer.backward)
+    known, again = (cost(of, rates, scan.devices, axes) for of in (layer.forward, backward))
     movable = dict[Unit, int]()
     for numbers, size in zip(layout.moved, sizes.host, strict=True):
         named = layer.plan.rows[min(numbers)].names
@@ -169,7 +153,3 @@ def cost_of(scan: Scan, layer: Layer, names: Names, rates: Rates) -> LayerCost:
         once=sum(sizes.once),
         movable=movable,
     )
-
-
-def _backward(scan: Scan, layer: Layer) -> Jaxpr:
-    return within(scan.shard_maps, layer.backward)

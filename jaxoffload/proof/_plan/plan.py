@@ -3,7 +3,7 @@
 import functools
 import json
 import os
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -15,28 +15,26 @@ from ..._engine.host.limit import host_pool_bytes
 from ..._jax import without_remat3
 from ..._policy import Policy, check_switches, size_in_bytes
 from ..._text import GIB, readable, short
-from .._predict.machine import Machine, known_machine
+from .._predict.machine import Machine
 from .._predict.predict import Prediction, predict
-from .choices import Choice, curve_of, policy_for
-from .chosen import chosen, compiled_bytes, lowering, where_not_on_gpus
+from .._program.memory import device_bytes
+from .choices import Choice, curve_of, looked_at, policy_for
+from .chosen import are_on_gpus, chosen, compiled_bytes, lowering
 from .costs import priced
-from .errors import CannotPlan, NothingFits
-from .result import Plan
-from .search import beside, looked_at
+from .result import CannotPlan, NothingFits, Plan
 
 RESERVE = 0.05  # of the device's memory
-_WORTH = 0.01  # of a step: a gain below it is worth no line
 
 
 @without_remat3
 def plan(
     f: Callable[..., Any],
     *args: Any,
+    machine: Machine | str | os.PathLike[str],
     budget: int | str | None = None,
     host_budget: int | str | None = None,
-    machine: Machine | str | os.PathLike[str] | None = None,
     fixed: Policy | None = None,
-    compile: bool | None = None,
+    compile: bool = True,
 ) -> Plan:
     """Choose the policy of a function's `scan`s: of those that fit in `budget`, the one whose step is the fastest.
 
@@ -48,16 +46,15 @@ def plan(
     Args:
       f: a loss, which is differentiated, or a training step. Its state is taken to be donated; a loss's arguments not.
       args: its arguments, arrays or `jax.ShapeDtypeStruct`s, with shardings if there are several devices.
+      machine: what `machine()` measured, or a file with what `python -m jaxoffload machine` printed.
       budget: bytes per device, or a string such as "70GiB". By default what JAX may use of this GPU, less 5 %.
       host_budget: bytes of pinned host memory per device; by default what the pinned pool holds, and no more than this
         machine's memory divided by its GPUs.
-      machine: what `machine()` measured, or a file that `python -m jaxoffload machine --out FILE` wrote. By default
-        what was measured here.
       fixed: decisions that stay, by its patterns. Its other fields count too, except for `default`, `offload_layers`
         and `other_layers`, which are chosen.
-      compile: compile `f` under some choices, for the GPUs of its arguments, until what is chosen fits by the memory
-        that XLA plans. A jitted step keeps what it donates. None: if the arguments are on GPUs, here or described ones
-        (`jax.experimental.topologies`).
+      compile: if the arguments are on GPUs, here or described ones (`jax.experimental.topologies`), compile `f` under
+        some choices for these, until what is chosen fits by the memory that XLA plans. A jitted step keeps what it
+        donates.
 
     All processes of a job must call `plan`; budgets and machine are those of the first.
 
@@ -66,10 +63,10 @@ def plan(
 
     Raises:
       NothingFits: it says how many bytes the smallest choice needs, and for what.
-      CannotPlan: `budget` or `host_budget` is not a size, no machine is known, or `f` has no `scan` to plan.
-      TypeError: `fixed` is not a Policy, `machine` neither a Machine nor a path, or `compile` not a bool.
-      NotImplementedError: a scan is inside another one's layer, or beside one on pipeline stages; or `compile=True`,
-        and the arguments are on no GPUs, or XLA says nothing of memory.
+      CannotPlan: `machine` is neither a Machine nor its file, `budget` or `host_budget` not a size, or `f` has no
+        `scan` to plan.
+      TypeError: `fixed` is not a Policy, or `compile` not a bool.
+      NotImplementedError: a scan is inside another one's layer, or beside one on pipeline stages.
 
     Example:
       >>> import jax, jax.numpy as jnp
@@ -85,83 +82,50 @@ def plan(
       >>> planned.memory.total <= 8 * 2**30
       True
     """
-    if compile is not None:
-        check_switches("plan", compile=compile)
-    fixed = _checked_policy(fixed)
+    check_switches("plan", compile=compile)
+    if fixed is not None and not isinstance(fixed, Policy):
+        raise TypeError(f"plan: fixed must be a jaxoffload.Policy or None, got {short(fixed)}")
+    fixed = fixed or Policy()
     rates, limit, on_host = _of_first_process(_machine(machine), _budget(budget), _host_budget(host_budget))
-    where = where_not_on_gpus(args)
-    if compile and where:
-        raise NotImplementedError(
-            f"plan: compile=True needs arguments on GPUs, here or described (jax.experimental.topologies); they are on "
-            f"{where}"
-        )
-    step, names, costs, untagged = priced(f, args, fixed, rates)
+    step, names, costs = priced(f, args, fixed, rates)
     table = looked_at(names.least, names.free, costs, step.stacks)
     policy = functools.cache(lambda choice: policy_for(choice, table[choice.kept], step, names, fixed))
     predicted = functools.cache(lambda choice: predict(f, *args, machine=rates, policy=policy(choice)))
-    guess = lambda choice: predicted(choice).memory.total
-    asks = where is None if compile is None else compile
-    lower = functools.cache(lambda: lowering(f, args))
-    xla = functools.cache(lambda choice: compiled_bytes(lower(), args, policy(choice)))
-    size_of = lambda choice: (xla(choice) if asks else None) or guess(choice)
+    lower = lowering(f, args) if compile and are_on_gpus(args) else None
+    xla = functools.cache(lambda choice: compiled_bytes(lower, args, policy(choice)) if lower else None)
+    size_of = lambda choice: xla(choice) or predicted(choice).memory.total
     sizes: dict[Choice, int] = {}
     choices = curve_of(step, table, on_host)
     choice = chosen(choices, limit, on_host, predicted, size_of, sizes)
     if choice:
         larger = [other for other in choices if bool(other.host) is bool(choice.host) and other.device > choice.device]
-        near = beside([of.kept for of in (choice, *larger[:1])], names.free)
-        table |= {kept: costs(kept) for kept in near if kept not in table}
-        choices = curve_of(step, table, on_host)
-        choice = chosen(choices, limit, on_host, predicted, size_of, sizes)
-    if compile and not any(map(xla, sizes)):
-        raise NotImplementedError("plan: compile=True: this backend says nothing of the memory that it plans")
+        near = (of.kept ^ {unit} for of in (choice, *larger[:1]) for unit in sorted(names.free))
+        table |= {kept: costs(kept) for kept in dict.fromkeys(near) if kept not in table}
+        choice = chosen(curve_of(step, table, on_host), limit, on_host, predicted, size_of, sizes)
     if choice is None:
         least = min(sizes, key=sizes.__getitem__)
-        raise _nothing_fits(predicted(least), limit, on_host, sizes[least], by_xla=asks and xla(least) is not None)
+        raise _nothing_fits(predicted(least), limit, on_host, sizes[least], by_xla=xla(least) is not None)
     return Plan(
         policy=policy(choice),
         prediction=predicted(choice),
-        compiled=xla(choice) if asks else None,
+        compiled=xla(choice),
         budget=limit,
         host_budget=on_host,
-        limits=_limits(choice, choices, predicted),
-        untagged=untagged,
     )
-
-
-def _limits(choice: Choice, curve: Sequence[Choice], predicted: Callable[[Choice], Prediction]) -> str:
-    """Return what a little more memory would bring."""
-    faster = [other for other in curve if other.device > choice.device and other.ns <= (1 - _WORTH) * choice.ns]
-    if not faster:
-        return f"nothing; more memory would save less than {_WORTH:.0%} of the step"
-    now, then = predicted(choice), predicted(faster[0])
-    size = readable(max(0, then.memory.total - now.memory.total))
-    return f"some {size} more would change the step by {then.step_ms / now.step_ms - 1:+.1%}"
-
-
-def _checked_policy(fixed: Any) -> Policy:
-    if fixed is not None and not isinstance(fixed, Policy):
-        raise TypeError(f"plan: fixed must be a jaxoffload.Policy or None, got {short(fixed)}")
-    return fixed or Policy()
 
 
 def _machine(machine: Any) -> Machine:
     if isinstance(machine, Machine):
         return machine
-    if isinstance(machine, (str, os.PathLike)):
-        try:
-            return Machine.from_json(Path(machine).read_text())
-        except (OSError, ValueError) as why:
-            raise CannotPlan(f"machine {os.fspath(machine)!r}: {why}") from why
-    if machine is not None:
-        raise TypeError(f"plan: machine must be a Machine, a path or None, got {short(machine)}")
-    if (known := known_machine()) is None:
+    if not isinstance(machine, (str, os.PathLike)):
         raise CannotPlan(
-            "no machine was measured here; run `python -m jaxoffload machine` on the GPU, or name a machine's file, "
-            "such as 'machines/h200.json' or what its --out FILE wrote: machine=, --machine, or remat.machine in a "
-            "config"
+            f"machine {short(machine)} is neither a Machine nor a file of one, such as 'machines/h200.json', which "
+            "`python -m jaxoffload machine` prints: machine=, --machine, or remat.machine in a config"
         )
-    return known
+    try:
+        return Machine.from_json(Path(machine).read_text())
+    except (OSError, ValueError) as why:
+        raise CannotPlan(f"machine {os.fspath(machine)!r}: {why}") from why
 
 
 def _bytes(what: str, size: Any) -> int:
@@ -173,11 +137,9 @@ def _bytes(what: str, size: Any) -> int:
 def _budget(budget: Any) -> int:
     if budget is not None:
         return _bytes("budget", budget)
-    stats = [device.memory_stats() for device in jax.local_devices()] if jax.default_backend() == "gpu" else []
-    limits = [stat["bytes_limit"] for stat in stats if stat and "bytes_limit" in stat]
-    if not limits:
+    if (limit := device_bytes()) is None:
         raise CannotPlan("budget: no GPU here says how much memory it has; give bytes, or a string such as '70GiB'")
-    return int((1 - RESERVE) * min(limits))
+    return int((1 - RESERVE) * limit)
 
 
 _XLA_POOL = 64 * GIB  # XLA's own limit of the pinned host pool

@@ -1,9 +1,10 @@
-"""The result of `plan`: a policy, what it is predicted to take, and what more memory would bring."""
+"""The result of `plan`, a policy and what it is predicted to take, and the errors that it raises."""
 
 import dataclasses
 import json
 import re
 
+from ..._errors import Problem, UserError
 from ..._policy import Policy
 from ..._text import readable
 from .._predict.memory import ERROR
@@ -21,8 +22,6 @@ class Plan:
       prediction: milliseconds per step, and bytes.
       compiled: bytes per device that XLA plans; None if it was not asked, or did not say.
       budget, host_budget: the bytes per device, and of pinned host memory per device, that are allowed.
-      limits: what a little more memory would bring, or that no more is needed.
-      untagged: matmuls whose outputs nothing names, so that they run again even if all names are saved.
 
     Example:
       >>> from jaxoffload import Policy
@@ -31,7 +30,7 @@ class Plan:
       >>> rates = {"gemm_tflops": 700.0, "attention_tflops": (500.0, 400.0), "hbm_gb_s": 4000.0}
       >>> h200 = Machine("H200", 1, "0.12", bus, bus, **rates)
       >>> found = Prediction(h200, 1, computing_ms=12.5, loops=(), memory=Memory(4, 2, 1), host=0)
-      >>> plan = Plan(Policy({"fc1": "save"}), found, None, budget=8, host_budget=0, limits="nothing: all fits")
+      >>> plan = Plan(Policy({"fc1": "save"}), found, None, budget=8, host_budget=0)
       >>> print(plan.to_yaml().splitlines()[2].strip())
       fc1: save
     """
@@ -41,8 +40,6 @@ class Plan:
     compiled: int | None
     budget: int
     host_budget: int
-    limits: str
-    untagged: tuple[str, ...] = ()
 
     @property
     def step_ms(self) -> float:
@@ -74,12 +71,6 @@ class Plan:
         lines += [f"  {field}: {getattr(policy, field)}" for field in (*fields, "on_host_full")]
         return "\n".join(lines) + "\n"
 
-    def to_json(self) -> str:
-        plain = {"compiled": self.compiled, "bytes": self.bytes, "budget": self.budget, "host_budget": self.host_budget}
-        more = {"limits": self.limits, "untagged": self.untagged, "prediction": json.loads(self.prediction.to_json())}
-        policy = dataclasses.asdict(self.policy) | {"residuals": dict(self.policy.residuals)}
-        return json.dumps({"policy": policy, **plain, **more})
-
     @property
     def summary(self) -> str:
         how = "as XLA plans it" if self.compiled is not None else f"a guess from shapes, up to {ERROR:.0%} off"
@@ -92,8 +83,37 @@ class Plan:
             *(f"    {name:22} {readable(size):>12}, estimated" for name, size in self.memory._asdict().items()),
             f"  {'pinned host memory':24} {readable(self.host):>12} of {readable(self.host_budget)}",
             f"  {self.prediction.exposed_ms:.1f} ms of copies are exposed",
-            f"limit: {self.limits}",
-            *(f"untagged: {line}" for line in self.untagged),
             self.to_yaml().rstrip(),
         ]
         return "\n".join(lines)
+
+
+class CannotPlan(UserError, ValueError):
+    """An argument of `plan` is not what it takes.
+
+    Example:
+      >>> from jaxoffload import UserError
+      >>> from jaxoffload.proof import CannotPlan
+      >>> issubclass(CannotPlan, UserError)
+      True
+    """
+
+    def __init__(self, why: str):
+        super().__init__([Problem("plan", f"plan: {why}")])
+
+
+class NothingFits(UserError, MemoryError):
+    """No policy fits in the budget.
+
+    Attributes:
+      least: bytes per device that the smallest one needs.
+
+    Example:
+      >>> from jaxoffload.proof import NothingFits
+      >>> NothingFits("plan: budget 1.00 GiB", 2**31).least
+      2147483648
+    """
+
+    def __init__(self, why: str, least: int):
+        super().__init__([Problem("plan", why)])
+        self.least = least

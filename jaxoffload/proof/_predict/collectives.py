@@ -19,7 +19,7 @@ from ..._engine.jaxprs.flat import Buffer, division, straight
 from ..._engine.jaxprs.walk import walk
 from ..._engine.layers.layer import Body
 from ..._jax import nbytes
-from .._rates import Link
+from .rates import Link
 from .scans import Scan
 
 

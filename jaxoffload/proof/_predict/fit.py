@@ -19,7 +19,7 @@ from ..._jax import nbytes
 from ..._text import readable
 from .._residuals.divided import Rows, divided, parts_of_stored, rows_of
 from .machine import Machine
-from .measure import Bus
+from .rates import Bus
 from .scans import axes_of, shard_maps_around
 
 
@@ -170,7 +170,7 @@ def _beside(forwards: Sequence[Segment], backwards: Sequence[Segment], around: _
         forward, backward = (segment for (segment, _), *_ in ways)
         rates = both_ways if forward.on_host and backward.on_host else around.bus
         here = around._replace(bus=rates)
-        if copies := _both(*(_copies(s, s.layout.split(s.jaxpr.out_avals).host, here) for s in (forward, backward))):
+        if copies := _both(_copies(forward, here), _copies(backward, here)):
             moved = max(sum(is_row for _, is_row in way) for way in ways)
             yield _fit("both", len(ways[0]), moved, [forward.jaxpr, backward.backward], copies, around)
 
@@ -184,20 +184,14 @@ def _both(to_host: list[LayerCopy], back: list[LayerCopy]) -> list[LayerCopy]:
 
 def _alone(passes: Passes, segment: Segment, jaxpr: Jaxpr, around: _Around) -> Iterator[Fit]:
     """Yield the loop of one pass through the layers of a segment, if it copies."""
-    layout, residuals = segment.layout, jaxpr.in_avals[: len(segment.layout.kept)]
-    if passes == "forward":
-        copies = [c._replace(h2d_ms=0.0) for c in _copies(segment, layout.split(jaxpr.out_avals).host, around)]
-    else:
-        copies = [c._replace(d2h_ms=0.0) for c in _copies(segment, layout.select(residuals, "host"), around)]
-    if copies:
+    one_way = lambda copy: copy._replace(h2d_ms=0.0) if passes == "forward" else copy._replace(d2h_ms=0.0)
+    if copies := list(map(one_way, _copies(segment, around))):
         yield _fit(passes, segment.layers, segment.on_host, [jaxpr], copies, around)
 
 
-def _copies(segment: Segment, moved: Sequence[Any], around: _Around) -> list[LayerCopy]:
-    """Return what each iteration over the layers of a segment copies; on stages, a piece of the last row, too.
-
-    `moved`: the types of the residuals for the host.
-    """
+def _copies(segment: Segment, around: _Around) -> list[LayerCopy]:
+    """Return what each iteration over the layers of a segment copies; on stages, a piece of the last row, too."""
+    moved = segment.layout.split(segment.layer.forward.out_avals).host
     rows = 1 + 1 / segment.layers if around.staged and travels(segment) else 1
     ms = lambda size, rate: rows * size / rate / 1e6
     sizes = [-(-nbytes(x) // n) for x, n in zip(moved, parts_of_stored(segment, around.rows).host, strict=True)]

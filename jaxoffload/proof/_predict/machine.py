@@ -1,33 +1,34 @@
-"""machine(): the rates of this machine's bus, memory and matrix units, measured once."""
+"""machine(): the rates of this machine's bus, memory and matrix units."""
 
-import contextlib
 import dataclasses
 import importlib.metadata
-import itertools
 import json
 import math
-import os
-from pathlib import Path
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import jax
+from jax.extend.core import JaxprEqn
 
-from ..._policy import check_switches
-from .._rates import AttentionRate, Gemms, Link, RatesByShape, between
+from ..._engine.cost.cost import Rates
 from . import measure
-from .measure import Bus as Bus
+from .rates import NARROW, SMALL, AttentionRate, Bus, Gemms, Link, between
 
 
 @dataclasses.dataclass(frozen=True)
-class Machine(RatesByShape):
-    """The measurements of `machine()`; print them.
+class Machine(Rates):
+    """The measurements of `machine()`, in TFLOP/s and GB/s.
 
     Attributes:
       device: the kind of the `gpus` GPUs.
       one: one GPU's copies while the others rest; `all`: each GPU's while all copy.
-      gemm_tflops, attention_tflops, hbm_gb_s, gemms, attention, fused_gb_s, link: what each does, TFLOP/s and GB/s, as
-        keywords. Only the first three are needed: `gemms` has matmuls other than large ones, `attention` more shapes,
-        `fused_gb_s` activations, `link` collectives. Where cuDNN cannot do attention it has a matmul's rate.
+      gemm_tflops, attention_tflops, hbm_gb_s: large matmuls; attention, forward and backward; the device's memory.
+        Where others were not measured, these count for all shapes. Where cuDNN cannot do attention it has a matmul's
+        rate.
+      gemms: matmuls other than large ones.
+      attention: causal attention by the width of a head and the length of a sequence.
+      fused_gb_s: what fused work moves of the device's memory, such as activations.
+      link: collectives, which without it are taken for copies within the device's memory.
 
     Example:
       >>> from jaxoffload.proof import Bus, Machine
@@ -43,31 +44,65 @@ class Machine(RatesByShape):
     jaxlib: str
     one: Bus
     all: Bus
+    _: dataclasses.KW_ONLY
+    gemms: Gemms | None = None
+    attention: tuple[AttentionRate, ...] = ()
+    fused_gb_s: float | None = None
+    link: Link | None = None
+
+    def moving(self, size: float) -> float:
+        return size / (self.fused_gb_s or self.hbm_gb_s) / 1e9
+
+    def gemm(self, sides: Sequence[int], flops: float, float32: bool = False, grouped: bool = False) -> float:
+        if self.gemms is None:
+            return self.gemm_tflops
+        narrow = min(sides) <= NARROW
+        if grouped:
+            return self.gemms.grouped_narrow if narrow else self.gemms.grouped
+        if flops < SMALL:
+            return self.gemms.small
+        return self.gemms.narrow if narrow else self.gemms.float32 if float32 else self.gemm_tflops
+
+    def attending(self, width: int, length: int) -> tuple[float, float]:
+        """Return the rates of the width that is nearest, between its lengths."""
+        if not self.attention:
+            return self.attention_tflops
+        nearest = min({a.width for a in self.attention}, key=lambda w: (abs(math.log(w / width)), w))
+        points = sorted(a for a in self.attention if a.width == nearest)
+        lengths = [a.length for a in points]
+        forward, backward = ([getattr(a, way) for a in points] for way in ("forward", "backward"))
+        return between(length, lengths, forward), between(length, lengths, backward)
+
+    def on_link(
+        self, eqn: JaxprEqn, axes: Mapping[str, int], operands: Sequence[float], results: Sequence[float]
+    ) -> float | None:
+        """Return the seconds of a collective. A sum over devices, or the largest or smallest value, is a reduce-scatter
+        and an all-gather. Axes that are not known have all GPUs that were measured."""
+        if self.link is None:
+            return None
+        name, params = eqn.primitive.name, eqn.params
+        names = params.get("axis_name", params.get("axes", ()))
+        counts = [axes.get(axis, self.link.gpus) for axis in ((names,) if isinstance(names, str) else names)]
+        groups = params.get("axis_index_groups")
+        parts = params.get("axis_size") or (len(groups[0]) if groups else math.prod(counts))
+        operands = operands[:1] if name == "ragged_all_to_all" else operands  # then where it goes, and which rows
+        size = max(sum(operands), sum(results))
+        size *= parts / max(1, parts - 1) if name == "ppermute" else 1  # a device keeps no part of it
+        return sum(self.link.seconds(what, size, parts) for what in _ON_LINK.get(name, ["all_to_all"]))
 
     def bus(self, gpus: int) -> Bus:
         """Return the rates where so many GPUs copy at once. Those of some lie between those of one and of all, over the
         logarithm of their number."""
-        if gpus == 1:
-            return self.one
-        if gpus >= self.gpus:
-            return self.all
         return Bus(*(between(gpus, (1, self.gpus), rates) for rates in zip(self.one, self.all, strict=True)))
 
-    def caveat(self, gpus: int) -> str:
-        """Return what a prediction for so many GPUs says in brackets if more of a host may copy at once than were
-        measured; otherwise ""."""
-        few = self.gpus < min(gpus, _OF_A_HOST)
-        return f" (the bus was measured with {self.gpus} GPU(s) copying at once)" if few else ""
-
     def to_json(self) -> str:
-        fields = {field.name: getattr(self, field.name) for field in dataclasses.fields(self)}
         plain = lambda x: x._asdict() if hasattr(x, "_asdict") else x
-        fields |= {"attention": [plain(rate) for rate in self.attention]}
+        fields = vars(self) | {"attention": list(map(plain, self.attention))}
         return json.dumps({name: plain(value) for name, value in fields.items()})
 
     @classmethod
     def from_json(cls, text: str) -> "Machine":
-        """Read what `to_json` wrote, which `python -m jaxoffload machine --out FILE` writes.
+        """Read what `to_json` wrote, which `python -m jaxoffload machine` prints.
 
         Files of earlier versions have one number for all shapes.
 
@@ -75,16 +110,11 @@ class Machine(RatesByShape):
           ValueError: the text is something else.
         """
         try:
-            read = json.loads(text)
-            read |= {which: Bus(**read[which]) for which in ("one", "all")}
-            forward, backward = read["attention_tflops"]
-            read["attention_tflops"] = (forward, backward)
+            tuples = lambda of: {name: tuple(x) if isinstance(x, list) else x for name, x in of.items()}
+            read = json.loads(text, object_hook=tuples)
+            types = {"one": Bus, "all": Bus, "gemms": Gemms, "link": Link}
+            read |= {name: kind(**read[name]) for name, kind in types.items() if read.get(name)}
             read["attention"] = tuple(AttentionRate(**each) for each in read.get("attention", ()))
-            if gemms := read.get("gemms"):
-                read["gemms"] = Gemms(**gemms)
-            if link := read.get("link"):
-                fields: dict[str, Any] = {k: tuple(v) if isinstance(v, list) else v for k, v in link.items()}
-                read["link"] = Link(**fields)
             made = cls(**read)
             for field in dataclasses.fields(made):
                 value = getattr(made, field.name)
@@ -92,90 +122,37 @@ class Machine(RatesByShape):
                 wrong = [x for x in numbers if not (isinstance(x, (int, float)) and 0 < x < math.inf)]
                 if wrong and field.type is not str and value is not field.default:
                     raise ValueError(f"{field.name}: {wrong[0]!r} is not a rate")
-            if made.link and not _is_complete(made.link):
-                raise ValueError("link: needs sizes that ascend, and a rate of each collective for each of them")
+            if link := made.link:
+                rates = link.all_gather, link.reduce_scatter, link.all_to_all
+                ascend = link.sizes == tuple(sorted({*link.sizes}))
+                if not (link.sizes and ascend and all(len(each) == len(link.sizes) for each in rates)):
+                    raise ValueError("link: needs sizes that ascend, and a rate of each collective for each of them")
             return made
         except (ValueError, TypeError, KeyError, AttributeError) as why:
-            raise ValueError(f"this is not what `python -m jaxoffload machine --out FILE` writes: {why}") from why
-
-    def __str__(self) -> str:
-        lines = [f"{self.gpus} {self.device}, jaxlib {self.jaxlib}"]
-        lines.append(f"{'pinned copies, GB/s':28} {'to the host':>12} {'back':>8} {'each, at once':>17}")
-        rows = {"one GPU": self.one} | ({"each of all GPUs": self.all} if self.gpus > 1 else {})
-        for what, bus in rows.items():
-            lines.append(f"{what:28} {bus.d2h:12.1f} {bus.h2d:8.1f} {bus.together:17.1f}")
-        words = lambda x: ", ".join(f"{k} {v}" for k, v in x._asdict().items()) if hasattr(x, "_asdict") else x
-        for field in dataclasses.fields(RatesByShape):
-            value = getattr(self, field.name)
-            each = value if field.name == "attention" else [value] * (value is not None)
-            lines += [f"{field.name:17} {words(one)}" for one in each]
-        return "\n".join(lines)
+            raise ValueError(f"this is not what `python -m jaxoffload machine` prints: {why}") from why
 
 
-_OF_A_HOST = 8  # GPUs, at most
+_SUM = ["reduce_scatter", "all_gather"]
+_ON_LINK = {"all_gather": _SUM[1:], "reduce_scatter": _SUM[:1]}
+_ON_LINK |= dict.fromkeys(("psum", "psum_invariant", "pmax", "pmin"), _SUM)
 
 
-def _is_complete(link: Link) -> bool:
-    rates = link.all_gather, link.reduce_scatter, link.all_to_all
-    ascend = all(small < large for small, large in itertools.pairwise(link.sizes))
-    return ascend and bool(link.sizes) and all(len(each) == len(link.sizes) for each in rates)
-
-
-def machine(again: bool = False) -> Machine:
-    """Measure this machine's GPUs, which takes half a minute and 8 GiB of each, or read what was measured before.
-
-    Results are kept in `$XDG_CACHE_HOME/jaxoffload`, or `~/.cache/jaxoffload`: a file per kind and number of GPUs and
-    version of jaxlib.
-
-    Args:
-      again: measure, whatever was measured before.
+def machine() -> Machine:
+    """Measure this machine's GPUs, which takes half a minute and 8 GiB of each.
 
     Returns:
-      A `Machine`: rates in GB/s and TFLOP/s.
+      A `Machine`: rates in GB/s and TFLOP/s. Write its `to_json()` to a file, which `plan` reads.
 
     Raises:
       NotImplementedError: JAX's default backend is not a GPU.
-      TypeError: again is not a bool, but a file, say, which `Machine.from_json` reads.
 
     Example:
       >>> from jaxoffload import machine
-      >>> print(machine())  # doctest: +SKIP
+      >>> print(machine().to_json())  # doctest: +SKIP
     """
-    check_switches("machine", again=again)
     if jax.default_backend() != "gpu":
         raise NotImplementedError(f"machine: needs an NVIDIA GPU; JAX's default backend is {jax.default_backend()}")
-    if not again and (known := known_machine()):
-        return known
-    measured = _measured(jax.local_devices())
-    with contextlib.suppress(OSError, RuntimeError):  # nowhere to keep it: it is measured again
-        (kept := _file()).parent.mkdir(parents=True, exist_ok=True)
-        written = kept.with_suffix(f".{os.getpid()}")  # several processes may come here
-        written.write_text(measured.to_json() + "\n")
-        written.replace(kept)
-    return measured
-
-
-def known_machine() -> Machine | None:
-    """Return what `machine()` measured here before, or None; measure nothing.
-
-    Example:
-      >>> from jaxoffload.proof import known_machine
-      >>> known_machine() is None  # on a CPU
-      True
-    """
-    if jax.default_backend() != "gpu":
-        return None
-    try:
-        return Machine.from_json(_file().read_text())
-    except (OSError, RuntimeError, ValueError):  # never measured, nowhere to keep it, or by another version of this
-        return None
-
-
-def _file() -> Path:
-    devices = jax.local_devices()
-    cache = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "jaxoffload"
-    name = f"{devices[0].device_kind}-{len(devices)}-jaxlib-{importlib.metadata.version('jaxlib')}-by-shape"
-    return cache / f"{name.replace(' ', '-').replace('/', '-')}.json"
+    return _measured(jax.local_devices())
 
 
 def _measured(devices: list[Any], scale: int = 1) -> Machine:

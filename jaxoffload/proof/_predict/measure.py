@@ -5,7 +5,7 @@ import math
 import statistics
 import time
 from collections.abc import Callable, Sequence
-from typing import Any, NamedTuple
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -18,23 +18,7 @@ from ..._compiler_options import compiler_options
 from ..._engine.cost.cost import Rates, attention_flops, cost
 from ..._text import GIB
 from ...grouped import grouped_matmul
-from .._rates import NARROW, AttentionRate, Gemms, Link
-
-
-class Bus(NamedTuple):
-    """GB/s (10**9 bytes) of one GPU's copies between its memory and pinned host memory: each way alone, and each way
-    while the other goes on too.
-
-    Example:
-      >>> from jaxoffload.proof import Bus
-      >>> Bus(d2h=53.7, h2d=53.3, together=49.0).d2h
-      53.7
-    """
-
-    d2h: float
-    h2d: float
-    together: float
-
+from .rates import NARROW, AttentionRate, Bus, Gemms, Link
 
 _SECONDS = 0.3  # the device is busy for each number at least: its clocks are then those of a training step
 
@@ -76,9 +60,7 @@ def _drawn(*shape: int) -> jax.Array:
     """Return normal numbers, repeated. Zeros would draw less power, and run faster. Factors of this size keep the
     products at the same size."""
     numbers = np.random.default_rng(0).standard_normal(min(_PERIOD, math.prod(shape))) * shape[-2] ** -0.5
-    times = -(-math.prod(shape) // numbers.size)
-    repeated = jnp.broadcast_to(jnp.asarray(numbers, jnp.bfloat16), (times, numbers.size))
-    return repeated.reshape(-1)[: math.prod(shape)].reshape(shape)
+    return jnp.resize(jnp.asarray(numbers, jnp.bfloat16), shape)
 
 
 def large_gemm(scale: int) -> float:

@@ -1,11 +1,9 @@
 """predict(): how long a step takes, what its copies add, and its bytes on the device and on the host."""
 
 import dataclasses
-import json
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
-import jax
 from jax.extend.core import Jaxpr
 
 from ..._engine.cost.cost import cost
@@ -14,12 +12,14 @@ from ..._jax import without_remat3
 from ..._policy import Policy
 from ..._text import readable, short
 from ..._tracing import Trial, under
-from .._program.results import trace_of
+from .._program.results import spread, trace_of
 from .collectives import collective_seconds
 from .fit import Fit, fits_in
 from .machine import Machine
 from .memory import argument_bytes, divisions, kept_bytes, step_bytes
 from .scans import scans_in
+
+_OF_A_HOST = 8  # GPUs, at most
 
 
 class Memory(NamedTuple):
@@ -83,17 +83,9 @@ class Prediction:
 
     @property
     def summary(self) -> str:
-        caveat = self.machine.caveat(self.devices) if self.host else ""
+        few = self.host and self.machine.gpus < min(self.devices, _OF_A_HOST)
+        caveat = f" (the bus was measured with {self.machine.gpus} GPU(s) copying at once)" if few else ""
         return f"{self.step_ms:.1f} ms per step on {self.devices} {self.machine.device}, predicted{caveat}"
-
-    def to_json(self) -> str:
-        copies = lambda loop: [c._asdict() | {"fits": loop.fits(c)} for c in (*loop.copies, loop.together)]
-        plain = lambda loop: dataclasses.asdict(loop) | {"unknown": sorted(loop.unknown), "copies": copies(loop)}
-        loops = list(map(plain, self.loops))
-        numbers = {name: round(getattr(self, name), 3) for name in ("step_ms", "computing_ms", "exposed_ms")}
-        machine, memory = json.loads(self.machine.to_json()), self.memory._asdict()
-        more = {"devices": self.devices, "memory": memory, "host": self.host, "loops": loops}
-        return json.dumps({"machine": machine, **numbers, **more})
 
     def __str__(self) -> str:
         parts = ", ".join(f"{readable(size)} {name}" for name, size in self.memory._asdict().items())
@@ -170,9 +162,3 @@ def computing_seconds(jaxpr: Jaxpr, args: Any, machine: Machine) -> float:
     each = ((s.stack, collective_seconds(s, args, devices, machine.link)) for s in scans_in(jaxpr, devices))
     collectives = sum(stack.runs * stack.layers * seconds for stack, seconds in each)
     return cost(jaxpr, machine, devices).seconds + collectives
-
-
-def spread(args: Any) -> int:
-    """Return over how many devices arguments are spread."""
-    shardings = [getattr(leaf, "sharding", None) for leaf in jax.tree.leaves(args)]
-    return max((s.num_devices for s in shardings if s is not None), default=1)

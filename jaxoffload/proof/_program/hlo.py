@@ -217,17 +217,11 @@ def kernels_on_host_memory(module: Module) -> list[Instruction]:
 def out_of_range(module: Module) -> Iterator[Instruction]:
     """Yield DMA copies of a stack's row whose offset, which XLA:GPU does not clamp, is wrong in some iteration."""
     for start in (line for line in module if line.opcode == "fusion-start"):
-        for copy, offsets in _row_copies(start, module):
+        iterations = module.trip_counts.get(start.computation, 1)
+        for copy in (line for line in module.called(start) if line.opcode.startswith("dynamic-")):
             stack = arrays_of((copy if "update" in copy.opcode else module.operands(copy)[0]).shape)[0]
-            if not set(offsets) <= set(range(0, stack.nbytes, stack.row_bytes)):
+            if not set(row_offsets(copy, iterations)) <= set(range(0, stack.nbytes, stack.row_bytes)):
                 yield copy
-
-
-def _row_copies(start: Instruction, module: Module) -> Iterator[tuple[Instruction, list[int]]]:
-    """Yield the copies of a stack's row that an instruction starts, with `row_offsets`."""
-    iterations = module.trip_counts.get(start.computation, 1)
-    copies = (line for line in module.called(start) if line.opcode.startswith("dynamic-"))
-    return ((copy, row_offsets(copy, iterations)) for copy in copies)
 
 
 def row_offsets(copy: Instruction, iterations: int) -> list[int]:
@@ -282,30 +276,23 @@ class Copy(NamedTuple):
     Attributes:
       residual: its names; empty where the program does not say.
       loop: the computation that makes it: a loop's body, or the program itself.
-      rows: those of a stack that it copies, one in each iteration of its loop, as far as the program says which; empty
-        if it copies a whole array.
-      to_host: or from there.
     """
 
     residual: str
     nbytes: int
     loop: str
-    rows: tuple[int, ...]
-    to_host: bool
 
 
 def host_copies(module: Module) -> dict[str, Copy]:
     """Return the asynchronous copies by the names that a profile gives them."""
     copies = {}
     for line in (line for line in module if line.starts_host_copy):
-        name, array, rows = line.name, arrays_of(line.shape)[0], tuple[int, ...]()
-        size, to_host = array.nbytes, "S(5)" in line.shape.partition("}")[0]  # the first shape is what a copy makes
+        name, array = line.name, arrays_of(line.shape)[0]
+        size = array.nbytes
         if line.opcode == "fusion-start":
             # A profile names it after the instruction in the computation that it calls, which is named after that.
             name, size = line.calls[0].replace("_computation", ""), array.row_bytes
-            to_host = "update" in name
-            rows = tuple(offset // size for _, offsets in _row_copies(line, module) for offset in offsets)
-        copies[name] = Copy(_residual_of(line, module), size, line.computation, rows, to_host)
+        copies[name] = Copy(_residual_of(line, module), size, line.computation)
     return copies
 
 

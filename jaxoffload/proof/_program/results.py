@@ -82,3 +82,9 @@ def _modules(args: Any, but_parameters: bool = False) -> dict[str, Any]:
         return {}
     state = nnx.state(nodes, nnx.Not(nnx.Param)) if but_parameters else nnx.state(nodes)
     return {"modules": state} if jax.tree.leaves(state) else {}
+
+
+def spread(args: Any) -> int:
+    """Return over how many devices arguments are spread."""
+    shardings = [getattr(leaf, "sharding", None) for leaf in jax.tree.leaves(args)]
+    return max((s.num_devices for s in shardings if s is not None), default=1)

@@ -14,10 +14,10 @@ from ..._policy import Policy
 from ..._tracing import as_reference
 from .._residuals.plans import Plans
 from .._residuals.residuals import where_twice
-from .exact import compiled, exact_options, repeatable_options
+from .exact import compiled
 from .hlo import Module, parse
 from .host_transfers import host_transfers
-from .results import run_of
+from .results import run_of, spread
 
 
 @dataclasses.dataclass(frozen=True)
@@ -35,6 +35,7 @@ class Target:
     loss: Callable[..., Any] | None
     jaxpr: Jaxpr
     plans: Plans
+    programs: dict[Any, Any] = dataclasses.field(default_factory=dict)
 
     @property
     def no_reference(self) -> str:
@@ -59,41 +60,21 @@ class Target:
     def reference_jaxpr(self) -> Jaxpr:
         return jax.make_jaxpr(as_reference(self.run))(*self.args)
 
-    @functools.cached_property
-    def program(self) -> Any:
-        """`run`, compiled under `repeatable_options`."""
-        return compiled(self.run, self.arrays, repeatable_options())
-
-    @functools.cached_property
-    def reference_program(self) -> Any:
-        """The reference of `run`, compiled likewise."""
-        return compiled(as_reference(self.run), self.arrays, repeatable_options())
-
-    def exact_programs(self) -> tuple[Any, Any]:
-        """Return `run` and its reference, compiled under `exact_options`; slower."""
-        ours, reference = (compiled(run, self.arrays, exact_options()) for run in (self.run, as_reference(self.run)))
-        return ours, reference
-
-    @functools.cached_property
-    def fast_program(self) -> Any:
-        """`run`, compiled as a user's step is."""
-        return compiled(self.run, self.arrays, compiler_options())
-
-    @functools.cached_property
-    def fast_reference(self) -> Any:
-        """The reference of `run`, compiled likewise."""
-        return compiled(as_reference(self.run), self.arrays, compiler_options())
+    def compiled(self, options: Callable[[], dict[str, Any]], reference: bool = False) -> Any:
+        """Return `run`, or its reference, compiled under what `options` returns; each once."""
+        if (key := (options, reference)) not in self.programs:
+            run = as_reference(self.run) if reference else self.run
+            self.programs[key] = compiled(run, self.arrays, options())
+        return self.programs[key]
 
     @functools.cached_property
     def module(self) -> Module:
-        """The instructions that XLA compiled for `fast_program`."""
-        return parse(self.fast_program.as_text())
+        """The instructions that XLA compiles of `run` for its users."""
+        return parse(self.compiled(compiler_options).as_text())
 
-    @functools.cached_property
+    @property
     def device_count(self) -> int:
-        """How many devices the arguments' shardings are on; 1 where they have none."""
-        shardings = [getattr(leaf, "sharding", None) for leaf in jax.tree.leaves(self.args)]
-        return len({device for sharding in filter(None, shardings) for device in sharding.device_set}) or 1
+        return spread(self.args)
 
 
 def target_of(f: Callable[..., Any], args: tuple[Any, ...]) -> Target:

@@ -1,7 +1,6 @@
 """The table that `residuals` returns: its lines, its totals, and its text."""
 
 import dataclasses
-import json
 import math
 from collections.abc import Iterator
 from typing import Final, Literal
@@ -126,18 +125,6 @@ class Residuals:
 
     def _total(self, state: State) -> int:
         return sum(r.bytes for r in self.rows if r.state == state)
-
-    def to_json(self) -> str:
-        """Return the table as JSON: `residuals` (a list of the rows), the totals, `mesh`, `per_device` and `notes`."""
-        totals = ("device_bytes", "host_bytes", "recomputed_bytes", "untagged_bytes")
-        found = {
-            "residuals": [dataclasses.asdict(r) | {"bytes_per_device": r.bytes_per_device} for r in self.rows],
-            **{total: getattr(self, total) for total in totals},
-            "mesh": dict(self.mesh),
-            "per_device": {total: getattr(self.per_device, total) for total in totals},
-            "notes": self.notes,
-        }
-        return json.dumps(found)
 
     def __str__(self) -> str:
         head = ("residual", "shape", "bytes/layer", "layers", "bytes", "per device", "state", "reason")

@@ -10,6 +10,7 @@ import jax
 from jax import lax
 from jax.extend.core import JaxprEqn
 
+from ..._compiler_options import compiler_options
 from ..._engine.host.need import need_of
 from ..._engine.jaxprs.walk import walk
 from ..._engine.microbatches.interleaved import interleaved_p, is_staged
@@ -156,7 +157,8 @@ def _by_xlas_plan(target: Target, fewest: int, most: int, freed: list[tuple[int,
     predicted = max(0, sum(size // parts for size, parts in freed))
     # The table takes for whole what nothing divides in the trace, and XLA may divide it nevertheless.
     least = min(predicted, max(0, sum(size for size, _ in freed)) // target.device_count)
-    plans = [memory_plan(target.fast_program), *([memory_plan(target.fast_reference)] if least >= VISIBLE else [])]
+    programs = (False, True) if least >= VISIBLE else (False,)
+    plans = [memory_plan(target.compiled(compiler_options, reference)) for reference in programs]
     if None in plans:
         return HOLDS, "memory plan not compared: XLA does not say what it planned"
     held = plans[0].host_temp_size_in_bytes

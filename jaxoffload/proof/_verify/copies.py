@@ -7,6 +7,7 @@ from typing import Any
 
 import jax
 
+from ..._compiler_options import compiler_options
 from ..._text import first
 from .._check import FAILS, HOLDS, NOT_CHECKED, Found
 from .._program import hlo
@@ -38,7 +39,7 @@ def copies(target: Target) -> Found:
 
 def _on_streams(target: Target) -> tuple[str, list[str]]:
     """Return why the streams that the copies run on are unknown, if they are; and what is wrong with them in a run."""
-    program = target.fast_program
+    program = target.compiled(compiler_options)
     if loops := hlo.of_unknown_length(target.module):
         return f"the trip count of {first([loop.name for loop in loops])} is unknown", []
     if why := too_large(program):

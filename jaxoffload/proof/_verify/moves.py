@@ -23,7 +23,8 @@ from .._residuals.table import SAVED
 def moves(target: Target) -> Found:
     """Find values that go to the host and must not, and values that must and do not."""
     transfers = list(host_transfers(target.jaxpr))
-    on_host_before = {_type(v.aval) for v in target.jaxpr.invars if on_host(v.aval)}
+    given: list[Any] = [v.aval for v in target.jaxpr.invars]
+    on_host_before = {(aval.shape, aval.dtype) for aval in given if on_host(aval)}
     if wrong := dict.fromkeys(filter(None, (_forbidden(*each, target.plans, on_host_before) for each in transfers))):
         return FAILS, f"these values go to the host and must not: {'; '.join(wrong)}"
     if stays := dict.fromkeys(_stays(target)):
@@ -57,7 +58,7 @@ def _forbidden(source: Source, aval: Any, plans: Plans, on_host_before: Collecti
     if source.kind == "argument":  # a weight may have the shape of a moment on the host
         stays = f"which is named {source.tags[0]!r} and stays with the caller" if source.tags else "which has no name"
         return f"{what}, {stays}"
-    if _type(aval) in on_host_before:  # the update of an argument, as of an optimizer's state
+    if (aval.shape, aval.dtype) in on_host_before:  # the update of an argument, as of an optimizer's state
         return ""
     if not source.tags:
         must_have_a_name = plans.plans or source.kind in ("input", "constant")
@@ -66,10 +67,6 @@ def _forbidden(source: Source, aval: Any, plans: Plans, on_host_before: Collecti
         return ""
     decided = {policy.decision(tag) for policy in plans.policies for tag in source.tags} or {"offload"}
     return "" if "offload" in decided else f"{source.tags[0]}, which is marked {' or '.join(sorted(decided))}"
-
-
-def _type(aval: Any) -> tuple[Any, ...]:
-    return aval.shape, aval.dtype
 
 
 def producers(target: Target) -> Found:

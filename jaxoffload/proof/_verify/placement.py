@@ -42,7 +42,8 @@ def _by_collectives(target: Target) -> tuple[list[str], str]:
 
     Bytes are, for XLA may run one on a stack in one program, and one on each of its rows in the other.
     """
-    ours, reference = _bytes_by_kind(target.module), _bytes_by_kind(hlo.parse(target.fast_reference.as_text()))
+    reference_program = target.compiled(compiler_options, reference=True)
+    ours, reference = map(_bytes_by_kind, (target.module, hlo.parse(reference_program.as_text())))
     more, padding = ours - reference, padding_read(target.jaxpr)
     if wrong := [f"{kind} {readable(size)}" for kind, size in more.items() if size > padding]:
         return [f"collectives give devices more than the reference's do: {', '.join(wrong)}"], ""

@@ -10,20 +10,23 @@ from typing import Any
 
 import jax
 
+from ..._compiler_options import compiler_options
 from ..._text import readable
 from .._check import FAILS, HOLDS, NOT_CHECKED, Found
+from .._program.exact import repeatable_options
 from .._program.memory import VISIBLE, too_large
 from .._program.target import Target
-from .differences import differences, in_any_process, numbers
+from .gradients import differences, in_any_process, numbers
 
 RUNS = 4  # the first may still allocate, and a pool grows now and then; a leak grows each time
 
 
 def repeats(target: Target) -> Found:
     """Run the program several times, as users compile it."""
-    if why := too_large(target.fast_program):
+    program = target.compiled(compiler_options)
+    if why := too_large(program):
         return NOT_CHECKED, f"arguments are not given away here, and so it {why}"
-    differ, in_use, resident = _run(target.fast_program, target.arrays)
+    differ, in_use, resident = _run(program, target.arrays)
     left, grown = (min(b - a for a, b in itertools.pairwise(sizes[1:])) for sizes in (in_use, resident))
     if left > 0:
         return FAILS, f"{readable(left)} more are in use after each run"
@@ -31,7 +34,7 @@ def repeats(target: Target) -> Found:
         return FAILS, f"the process takes {readable(grown)} more of the host's memory in each run"
     equal = f"{RUNS} runs are equal"
     if in_any_process(bool(differ)):  # perhaps a kernel adds in whatever order its threads come
-        again, *_ = _run(target.program, target.arrays)
+        again, *_ = _run(target.compiled(repeatable_options), target.arrays)
         if in_any_process(bool(again)):
             return FAILS, "; ".join([*again, *differ][:3])
         equal += f" if compiled to be deterministic, not as compiled for speed ({'; '.join(differ[:1])})"

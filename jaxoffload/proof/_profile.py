@@ -1,8 +1,7 @@
-"""profile(): each host copy of a running step, by residual and layer, and how much of it nothing hid."""
+"""profile(): each host copy of a running step, by residual, and how much of it nothing hid."""
 
 import dataclasses
 import itertools
-import json
 import statistics
 import tempfile
 from collections import defaultdict
@@ -12,13 +11,12 @@ from typing import Any, NamedTuple
 
 import jax
 
-from ..._jax import without_remat3
-from ..._text import readable
-from .._program.hlo import Copy, host_copies, parse
-from .._program.target import target_of
-from .._program.trace import DIRECTIONS, Event, Span, length, merged, ms_of, overlap, read
-
-GAP = 10_000  # ns: shorter gaps between kernels are left out
+from .._compiler_options import compiler_options
+from .._jax import without_remat3
+from .._text import readable
+from ._program.hlo import Copy, host_copies, parse
+from ._program.target import target_of
+from ._program.trace import DIRECTIONS, Event, Span, length, merged, ms_of, overlap, read
 
 
 @dataclasses.dataclass(frozen=True)
@@ -27,30 +25,24 @@ class Move:
 
     Attributes:
       residual: its names; empty where neither trace nor program says whose it is.
-      layer: its number within its scan or chain, in the order in which layers run; None where it is not known, or the
-        row is empty. Microbatches that `accumulate` interleaves follow each other.
       direction: "d2h" or "h2d".
       at_ms: when it began, in ms since the step began.
       exposed_ms: how long no kernel ran beside it. What two copies share counts for the one that began first.
 
     Example:
       >>> from jaxoffload.proof import Move
-      >>> Move("fc1", 3, "d2h", bytes=10**9, at_ms=0.0, ms=20.0, exposed_ms=0.0, stream="Stream #14").gb_per_s
+      >>> move = Move("fc1", "d2h", bytes=10**9, at_ms=0.0, ms=20.0, exposed_ms=0.0, stream="Stream #14")
+      >>> move.bytes / move.ms / 1e6  # GB/s
       50.0
     """
 
     residual: str
-    layer: int | None
     direction: str
     bytes: int
     at_ms: float
     ms: float
     exposed_ms: float
     stream: str
-
-    @property
-    def gb_per_s(self) -> float:
-        return round(self.bytes / self.ms / 1e6, 1) if self.ms else 0.0
 
 
 class Total(NamedTuple):
@@ -76,13 +68,12 @@ class Profile:
     Attributes:
       step_ms: the median of all profiled steps; `spread_ms`: the fastest and the slowest.
       compute_ms: how long a kernel ran; `collective_ms`: how long one of NCCL's did.
-      moves: all copies between device and host.
-      kernels: when some kernel ran, as (start, end) in ms since the step began; gaps below 10 us are left out.
+      moves: all copies between device and host, in the order in which they began.
 
     Example:
       >>> from jaxoffload.proof import Move, Profile
-      >>> move = Move("fc1", 3, "d2h", bytes=10**9, at_ms=0.0, ms=20.0, exposed_ms=5.0, stream="Stream #14")
-      >>> Profile("H200", 40.0, (39.0, 41.0), 35.0, 0.0, (move,), ((5.0, 40.0),)).exposed_ms
+      >>> move = Move("fc1", "d2h", bytes=10**9, at_ms=0.0, ms=20.0, exposed_ms=5.0, stream="Stream #14")
+      >>> Profile("H200", 40.0, (39.0, 41.0), 35.0, 0.0, (move,)).exposed_ms
       5.0
     """
 
@@ -92,7 +83,6 @@ class Profile:
     compute_ms: float
     collective_ms: float
     moves: tuple[Move, ...]
-    kernels: tuple[tuple[float, float], ...]
 
     @property
     def exposed_ms(self) -> float:
@@ -111,10 +101,6 @@ class Profile:
             Total(*key, len(of), sum(m.bytes for m in of), _sum(m.ms for m in of), _sum(m.exposed_ms for m in of))
             for key, of in groups.items()
         ]
-
-    def to_json(self) -> str:
-        more = {"exposed_ms": self.exposed_ms, "totals": [total._asdict() for total in self.totals]}
-        return json.dumps({**dataclasses.asdict(self), **more})
 
     def __str__(self) -> str:
         first = f"{self.device}: {self.step_ms} ms per step ({self.spread_ms[0]} to {self.spread_ms[1]})"
@@ -152,7 +138,7 @@ def profile(f: Callable[..., Any], *args: Any, steps: int = 3) -> Profile:
     if jax.default_backend() != "gpu":
         raise NotImplementedError(f"profile: needs an NVIDIA GPU; JAX's default backend is {jax.default_backend()}")
     target = target_of(f, args)
-    program = target.fast_program
+    program = target.compiled(compiler_options)
     jax.block_until_ready(program(*target.arrays))
     with tempfile.TemporaryDirectory() as folder:
         with jax.profiler.trace(folder):
@@ -202,7 +188,6 @@ def profile_of(events: Sequence[Event], copies: dict[str, Copy], steps: int, dev
     last = each[-1]
     compute = merged((e.start, e.end) for e in last if not e.direction)
     collective = merged((e.start, e.end) for e in last if e.name.startswith("nccl"))
-    since = lambda ns: ms_of(ns - last[0].start)
     return Profile(
         device=device,
         step_ms=ms_of(statistics.median(lasted)),
@@ -210,7 +195,6 @@ def profile_of(events: Sequence[Event], copies: dict[str, Copy], steps: int, dev
         compute_ms=ms_of(length(compute)),
         collective_ms=ms_of(length(collective)),
         moves=tuple(_moves(last, copies, compute)),
-        kernels=tuple((since(a), since(b - GAP)) for a, b in merged((a, b + GAP) for a, b in compute)),
     )
 
 
@@ -223,13 +207,12 @@ def _steps(events: Sequence[Event], steps: int) -> list[Sequence[Event]]:
 
 
 def _moves(events: Sequence[Event], copies: dict[str, Copy], compute: list[Span]) -> Iterator[Move]:
-    layers, seen = _layers(events, copies), events[0].start
+    seen = events[0].start
     for e in (e for e in events if e.direction):
         copy, rest = copies.get(e.op), [(max(e.start, seen), max(e.end, seen))]
         seen = max(e.end, seen)
         yield Move(
             residual=copy.residual if copy else "",
-            layer=layers.get(e),
             direction=str(e.direction),
             bytes=copy.nbytes if copy else 0,
             at_ms=ms_of(e.start - events[0].start),
@@ -237,25 +220,3 @@ def _moves(events: Sequence[Event], copies: dict[str, Copy], compute: list[Span]
             exposed_ms=ms_of(length(rest) - overlap(rest, compute)),
             stream=e.stream,
         )
-
-
-def _layers(events: Sequence[Event], copies: dict[str, Copy]) -> dict[Event, int]:
-    """Return the layer of each copy, except of padding rows.
-
-    The rows of a scan's stack are in order to the host, and in reverse back; its last layer's copy may stand alone
-    behind them. A chain has no stack, and each of its copies a name of its own.
-    """
-    groups: dict[tuple[str, str], list[tuple[Event, int | None]]] = defaultdict(list)
-    rows = {op: itertools.cycle(copy.rows or [None]) for op, copy in copies.items()}
-    for e in (e for e in events if e.direction and e.op in copies):
-        groups[copies[e.op].residual, str(e.direction)].append((e, next(rows[e.op])))
-    layers: dict[Event, int] = {}
-    for (_, direction), taken in groups.items():
-        forth = taken if direction == "d2h" else taken[::-1]
-        has_stack, names, before = any(row for _, row in forth), list(dict.fromkeys(e.op for e, _ in forth)), 0
-        for e, row in forth:
-            if row is None:
-                layers[e] = before if has_stack else names.index(e.op)
-            elif row:  # row 0 is padding
-                layers[e], before = row - 1, row
-    return layers

@@ -8,9 +8,12 @@ import pytest
 from jax.sharding import AxisType, NamedSharding, PartitionSpec, SingleDeviceSharding
 from optax import contrib
 
-from jaxoffload import HostPoolFull, Policy, PolicyError, host_optimizer, scan, tag
+from jaxoffload import HostPoolFull, Policy, PolicyError, host_optimizer, scan, tag, verify
 from jaxoffload._engine.host.need import held_by_arguments, need_of, refuse_what_does_not_fit
 from jaxoffload._jax import ELEMENTWISE
+from jaxoffload._optimizer import host_optimizer as _host_optimizer
+from jaxoffload._optimizer import placement as _placement
+from jaxoffload._optimizer import stream as _stream
 from jaxoffload._optimizer.masters import join, split
 from jaxoffload.proof import exact_options
 
@@ -426,3 +429,39 @@ def test_the_pool_holds_the_state_besides_what_layers_offload(typed, monkeypatch
         HostPoolFull, match="2.00 KiB per device, and 8.00 KiB are its arguments' there" if typed else "KiB"
     ):
         refuse_what_does_not_fit("check", jaxpr)
+
+
+def verification():
+    """Of a step whose layers' residuals, and whose state, go to the host."""
+    clipped = optax.chain(optax.clip_by_global_norm(1.0), optax.adamw(1e-3))
+    tx = host_optimizer(clipped, policy=ALL, shardings=ONE, masters=True)
+    layer = lambda x, w: (jnp.tanh(tag(x @ w, "fc1")), None)
+    policy = Policy({"fc1": "offload"}, min_offload_bytes=0)
+    loss = lambda w, x: jnp.sum(scan(layer, x, w["w"], policy=policy)[0].astype(jnp.float32))
+    step = lambda w, state, x: tx.apply(jax.grad(loss)(w, x), w, state)
+    weights = {"w": jax.random.normal(KEY, (4, 8, 8), jnp.bfloat16)}
+    return verify(step, weights, tx.init(weights), jnp.ones((2, 8), jnp.bfloat16))
+
+
+@pytest.mark.claim("host-state-is-verified")
+def test_a_step_with_its_update_is_verified():
+    found = verification()
+    assert found.ok and found["gradients"].detail == "5 results are the reference's, bit for bit"
+    assert found["moves"].detail.endswith("1 are marked offload; 6 are blocks of an optimizer's state")
+
+
+def another_row(monkeypatch):
+    take = _stream.Blocks.take
+    monkeypatch.setattr(_stream.Blocks, "take", lambda self, x, i, axis=0: take(self, x, (i + 1) % self.number, axis))
+
+
+def all_at_once(monkeypatch):
+    monkeypatch.setattr(_placement, "MOST_BLOCKS", 1)
+    monkeypatch.setattr(_host_optimizer, "STACK", 4)
+
+
+@pytest.mark.claim("host-state-is-verified")
+@pytest.mark.parametrize("fault, claim", [(another_row, "gradients"), (all_at_once, "moves")])
+def test_a_fault_of_the_update_fails_its_claim(fault, claim, monkeypatch):
+    fault(monkeypatch)
+    assert [check.claim for check in verification() if check.verdict == "fails"] == [claim]

@@ -15,11 +15,13 @@ from .._engine.jaxprs.flat import division
 from .._jax import HOST, define, on_device, on_host
 from .._policy import Policy, check_arguments, check_switches
 from .._text import readable, short
+from .._tracing import tracing
 from .masters import join, split
 from .placement import Placements, owners, placed
 from .stream import Blocks
 from .update import Input, MixesRows, Output, Update, divided
 
+SCOPE = "host_optimizer"  # of what an optimizer computes, in a trace
 STACK = 3  # the state of an array of so many axes, one of layers or experts, never comes to the device whole
 
 
@@ -122,7 +124,8 @@ class HostOptimizer:
             inputs = list(map(Input, range(len(leaves))))
             outputs = [Output(n, _is_on_host(n, placements), None) for n in owners(state, params)]
             update = _divided(self.first_state, (params,), inputs, outputs, placements, shardings)
-            return jax.tree.unflatten(jax.tree.structure(state), update.run(jax.tree.leaves(params)))
+            with jax.named_scope(SCOPE):
+                return jax.tree.unflatten(jax.tree.structure(state), update.run(jax.tree.leaves(params)))
 
         return make(params) if any(isinstance(x, jax.core.Tracer) for x in leaves) else jax.jit(make)(params)
 
@@ -144,7 +147,11 @@ class HostOptimizer:
         update = self._applied(gradients, params, state)
         given = zip(jax.tree.leaves((gradients, params, state)), update.inputs, strict=True)
         operands = [_there(x) if it.on_host else on_device(x) for x, it in given]
-        return jax.tree.unflatten(jax.tree.structure((params, state)), update.run(operands))
+        if tracing().reference:
+            args = jax.tree.unflatten(jax.tree.structure((gradients, params, state)), map(on_device, operands))
+            return self.updated(*args)
+        with jax.named_scope(SCOPE):
+            return jax.tree.unflatten(jax.tree.structure((params, state)), update.run(operands))
 
     def placements(self, params: Any) -> Placements:
         """Return where the state of parameters, or of their shapes and dtypes, lives; printed, it is a table."""

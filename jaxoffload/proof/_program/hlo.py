@@ -290,10 +290,14 @@ def host_copies(module: Module) -> dict[str, Copy]:
         name, array = line.name, arrays_of(line.shape)[0]
         size = array.nbytes
         if line.opcode == "fusion-start":
-            # A profile names it after the instruction in the computation that it calls, which is named after that.
-            name, size = line.calls[0].replace("_computation", ""), array.row_bytes
+            name, size = name_in_a_profile(line.calls[0]), array.row_bytes
         copies[name] = Copy(_residual_of(line, module), size, line.computation)
     return copies
+
+
+def name_in_a_profile(computation: str) -> str:
+    """Return how a profile names what runs a computation: after the instruction in it, after which that is named."""
+    return computation.replace("_computation", "")
 
 
 def _residual_of(copy: Instruction, module: Module) -> str:

@@ -4,7 +4,7 @@ import functools
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
-from jax.extend.core import Jaxpr, Var
+from jax.extend.core import Jaxpr, JaxprEqn, Var
 from jax.extend.core.primitives import device_put_p
 
 from ..._engine.jaxprs.source import Source, follow, is_a_view, source_of
@@ -14,6 +14,9 @@ from ..._engine.layers.placement import Kept
 from ..._engine.layers.segments import Segment
 from ..._engine.microbatches.interleaved import interleaved_p
 from ..._jax import nbytes, on_host
+from ..._optimizer.host_optimizer import SCOPE
+
+STATE = Source(None, "the state of a host_optimizer")
 
 
 def host_transfers(jaxpr: Jaxpr) -> Iterator[tuple[Source, Any]]:
@@ -34,6 +37,11 @@ def _transfers(jaxpr: Jaxpr, source_of_input: Callable[[int], Source | None]) ->
         return None if outer[number] is None else source(outer[number])
 
     for eqn in jaxpr.eqns:
+        if is_of_an_optimizer(eqn):
+            inside = [eqn, *(site.eqn for body in nested(eqn) for site in walk(body))]
+            puts = (v.aval for each in inside if each.primitive is device_put_p for v in each.outvars)
+            yield from ((STATE, aval) for aval in puts if on_host(aval))
+            continue
         segments = [segment for loops in loops_of(eqn) for segment in loops.segments]
         if eqn.primitive is interleaved_p:  # values between its scans have no names to be judged by
             yield from ((kept.source, aval) for segment in segments for kept, aval in for_host(segment))
@@ -48,6 +56,11 @@ def _transfers(jaxpr: Jaxpr, source_of_input: Callable[[int], Source | None]) ->
                 yield source(eqn.invars[result]), made.aval
         for body in [segment.jaxpr for segment in segments] or nested(eqn):
             yield from _transfers(body, functools.partial(source_outside, operands_of(eqn, body)))
+
+
+def is_of_an_optimizer(eqn: JaxprEqn) -> bool:
+    """Return if a `host_optimizer` computes an equation, or the one around it."""
+    return SCOPE in str(eqn.source_info.name_stack)
 
 
 def for_host(segment: Segment) -> list[tuple[Kept, Any]]:

@@ -16,7 +16,7 @@ from .._residuals.plans import Plans
 from .._residuals.residuals import where_twice
 from .exact import compiled
 from .hlo import Module, parse
-from .host_transfers import host_transfers
+from .host_transfers import STATE, host_transfers
 from .results import run_of, spread
 
 
@@ -41,7 +41,12 @@ class Target:
     def no_reference(self) -> str:
         """The message that no policy of jaxoffload applies in `run`, its reference being `run`; empty if one does."""
         has_policy = any(isinstance(policy, Policy) for policy in self.plans.policies)
-        return "" if self.plans.plans or has_policy else _NO_REFERENCE
+        return "" if self.plans.plans or has_policy or self.has_state_on_host else _NO_REFERENCE
+
+    @functools.cached_property
+    def has_state_on_host(self) -> bool:
+        """True if a `host_optimizer` updates state there."""
+        return any(source is STATE for source, _ in host_transfers(self.jaxpr))
 
     @property
     def moved_by_others(self) -> str:
@@ -99,7 +104,7 @@ def target_of(f: Callable[..., Any], args: tuple[Any, ...]) -> Target:
 
 _NO_REFERENCE = (
     "nothing in the function is differentiated by jaxoffload, so it has no reference; give a loss, which returns one "
-    "floating-point scalar, or a step, which call jaxoffload's scan, chain or checkpoint"
+    "floating-point scalar, or a step, which call jaxoffload's scan, chain, checkpoint or host_optimizer"
 )
 _LIKE_A_LOSS = (
     "the function returns one floating-point scalar, as a loss does, but differentiates what is in it; give its loss, "

@@ -6,14 +6,17 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+from jax.extend.core.primitives import device_put_p
 
 from ..._engine.decide.plan import Row
 from ..._engine.jaxprs.source import Source
+from ..._engine.jaxprs.walk import walk
 from ..._jax import on_host
+from ..._optimizer.host_optimizer import STACK
 from ..._policy import Policy
 from .._check import FAILS, HOLDS, NOT_CHECKED, Found
 from .._program import kernels
-from .._program.host_transfers import host_transfers
+from .._program.host_transfers import STATE, host_transfers, is_of_an_optimizer
 from .._program.target import Target
 from .._residuals.plans import Plans
 from .._residuals.residuals import residuals
@@ -27,12 +30,16 @@ def moves(target: Target) -> Found:
     on_host_before = {(aval.shape, aval.dtype) for aval in given if on_host(aval)}
     if wrong := dict.fromkeys(filter(None, (_forbidden(*each, target.plans, on_host_before) for each in transfers))):
         return FAILS, f"these values go to the host and must not: {'; '.join(wrong)}"
+    if whole := list(_come_whole(target)):
+        return FAILS, f"these states of parameters come to the device whole, not in blocks: {'; '.join(whole)}"
     if stays := dict.fromkeys(_stays(target)):
         return FAILS, f"these values stay on the device: {'; '.join(stays)}"
     if not transfers:
         return HOLDS, "nothing goes to the host"
-    others = sum(source.name is None for source, _ in transfers)
-    detail = f"of {len(transfers)} value(s) that go to the host {len(transfers) - others} are marked offload"
+    states = [source is STATE for source, _ in transfers].count(True)
+    others = sum(source.name is None for source, _ in transfers) - states
+    detail = f"of {len(transfers)} value(s) that go to the host {len(transfers) - others - states} are marked offload"
+    detail += f"; {states} are blocks of an optimizer's state" * (states > 0)
     return HOLDS, detail + f"; {others} {_OTHERS}" * (others > 0)
 
 
@@ -46,8 +53,22 @@ def _stays(target: Target) -> Iterator[str]:
             yield f"{', '.join(row.names)}, which is marked offload ({row.reason})"
 
 
+def _come_whole(target: Target) -> Iterator[str]:
+    """Yield the stacks of layers, or of experts, on the host that an optimizer fetches at once."""
+    results: list[Any] = [v.aval for v in target.jaxpr.outvars]
+    stacks = {aval.shape for aval in results if on_host(aval) and len(aval.shape) >= STACK and aval.shape[0] > 1}
+    for site in walk(target.jaxpr):
+        if site.eqn.primitive is device_put_p and any(map(is_of_an_optimizer, (*site.enclosing, site.eqn))):
+            given: Any = site.eqn.invars[0].aval
+            made = site.eqn.outvars[0].aval
+            if on_host(given) and not on_host(made) and given.shape in stacks:
+                yield given.str_short()
+
+
 def _forbidden(source: Source, aval: Any, plans: Plans, on_host_before: Collection[Any]) -> str:
     """Return what goes to the host and why it must not; empty where it may."""
+    if source is STATE:
+        return ""
     what = f"{source.where} {aval.str_short()}"
     if source.name is not None and source.name.decision == "offload":
         return ""

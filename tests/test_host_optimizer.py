@@ -1,5 +1,7 @@
 """host_optimizer: state on the host, and the bits of the transformation on the device."""
 
+import sys
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -7,7 +9,9 @@ import optax
 import pytest
 from jax.sharding import AxisType, NamedSharding, PartitionSpec, SingleDeviceSharding
 from optax import contrib
+from pages import ROOT, result
 
+from benchmarks import optimizer
 from jaxoffload import HostPoolFull, Policy, PolicyError, host_optimizer, scan, tag, verify
 from jaxoffload._engine.host.need import held_by_arguments, need_of, refuse_what_does_not_fit
 from jaxoffload._jax import ELEMENTWISE
@@ -15,7 +19,7 @@ from jaxoffload._optimizer import host_optimizer as _host_optimizer
 from jaxoffload._optimizer import placement as _placement
 from jaxoffload._optimizer import stream as _stream
 from jaxoffload._optimizer.masters import join, split
-from jaxoffload.proof import exact_options
+from jaxoffload.proof import Bus, Machine, exact_options, predict
 
 ONE = SingleDeviceSharding(jax.devices()[0])
 HOST = jax.memory.Space.Host
@@ -448,6 +452,31 @@ def test_a_step_with_its_update_is_verified():
     found = verification()
     assert found.ok and found["gradients"].detail == "5 results are the reference's, bit for bit"
     assert found["moves"].detail.endswith("1 are marked offload; 6 are blocks of an optimizer's state")
+
+
+def test_its_state_is_predicted_on_the_host_and_takes_the_time_of_its_copies():
+    """One way takes as long as the other: all of it comes and goes once."""
+    tx = host_optimizer(optax.adamw(1e-3), policy=ALL, shardings=ONE)
+    weights = {"w": jnp.ones((4, 8, 8))}
+    state, tree = tx.init(weights), 4 * 4 * 8 * 8
+    bus = Bus(d2h=50.0, h2d=50.0, together=40.0)
+    rates = {"gemm_tflops": 700.0, "attention_tflops": (500.0, 400.0), "hbm_gb_s": 4000.0}
+    machine = Machine("H200", 1, "0.12", bus, bus, **rates)
+    found = predict(lambda w, state: tx.apply(w, w, state), weights, state, machine=machine)
+    assert found.host == 2 * tree and tree <= found.memory.arguments <= tree + 8  # and a count of steps
+    assert found.exposed_ms == found.state_ms == pytest.approx(2 * tree / 40e6)
+    assert ", 0.00 of them of state" in str(found)
+
+
+@pytest.mark.slow
+@pytest.mark.claim("host-state-predicted")
+def test_steps_take_the_time_that_is_predicted(monkeypatch):
+    monkeypatch.setattr(sys, "argv", ["optimizer"])
+    options = optimizer.parse()
+    machine = Machine.from_json((ROOT / "machines/h100.json").read_text())
+    for mode, measured in result("optimizer")["modes"].items():
+        step, args = optimizer.step_of(options, mode), optimizer.abstract(options, mode)
+        assert predict(step, *args, machine=machine).step_ms == pytest.approx(measured["step_ms"], rel=0.03), mode
 
 
 def another_row(monkeypatch):

@@ -39,10 +39,12 @@ def divisions(args: Any) -> Divisions:
     return {shape: parts for shape, parts in sorted(shapes, key=lambda each: each[1], reverse=True) if shape}
 
 
-def argument_bytes(args: Any) -> int:
-    """Return the bytes per device of arguments."""
-    share = lambda leaf: -(-nbytes(jax.typeof(leaf)) // division(getattr(leaf, "sharding", None)).parts)
-    return sum(map(share, jax.tree.leaves(args)))
+def argument_bytes(args: Any, in_host_memory: bool = False) -> int:
+    """Return the bytes per device of arguments in its memory, or of those in host memory."""
+    sharding_of = lambda leaf: getattr(leaf, "sharding", None)
+    is_there = lambda leaf: on_host(jax.typeof(leaf)) or getattr(sharding_of(leaf), "memory_kind", "") == "pinned_host"
+    share = lambda leaf: -(-nbytes(jax.typeof(leaf)) // division(sharding_of(leaf)).parts)
+    return sum(share(leaf) for leaf in jax.tree.leaves(args) if is_there(leaf) == in_host_memory)
 
 
 def step_bytes(jaxpr: Jaxpr, like: Divisions, donated: bool) -> int:

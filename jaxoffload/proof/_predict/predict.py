@@ -8,10 +8,12 @@ from jax.extend.core import Jaxpr
 
 from ..._engine.cost.cost import cost
 from ..._engine.host.need import held_by_arguments, need_of
+from ..._engine.jaxprs.walk import walk
 from ..._jax import without_remat3
 from ..._policy import Policy
 from ..._text import readable, short
 from ..._tracing import Trial, under
+from .._program.host_transfers import is_of_an_optimizer
 from .._program.results import spread, trace_of
 from .collectives import collective_seconds
 from .fit import Fit, fits_in
@@ -55,6 +57,7 @@ class Prediction:
       loops: a `Fit` for each loop that offloads.
       memory: bytes per device.
       host: bytes per device in pinned host memory.
+      state_ms: milliseconds in which a `host_optimizer` streams its state, with nothing else to compute beside it.
 
     Example:
       >>> from jaxoffload.proof import Bus, Machine, Memory, Prediction
@@ -71,11 +74,12 @@ class Prediction:
     loops: tuple[Fit, ...]
     memory: Memory
     host: int
+    state_ms: float = 0.0
 
     @property
     def exposed_ms(self) -> float:
         """Milliseconds of copies per step that nothing hides."""
-        return sum(loop.exposed_ms(loop.together) for loop in self.loops)
+        return self.state_ms + sum(loop.exposed_ms(loop.together) for loop in self.loops)
 
     @property
     def step_ms(self) -> float:
@@ -89,9 +93,10 @@ class Prediction:
 
     def __str__(self) -> str:
         parts = ", ".join(f"{readable(size)} {name}" for name, size in self.memory._asdict().items())
+        of_state = f", {self.state_ms:.2f} of them of state" if self.state_ms else ""
         lines = [
             self.summary,
-            f"  {self.exposed_ms:.2f} ms of copies are exposed",
+            f"  {self.exposed_ms:.2f} ms of copies are exposed{of_state}",
             f"  {readable(self.memory.total)} on each device, by a rough estimate ({parts})",
             f"  {readable(self.host)} in pinned host memory",
             *map(str, self.loops),
@@ -146,6 +151,7 @@ def predict(f: Callable[..., Any], *args: Any, machine: Machine, policy: Policy 
         jaxpr, is_loss = (trace_of if policy is None else Trial(policy).traced(trace_of))(f, args)
     devices, most = spread(args), step_bytes(jaxpr, divisions(args), donated=not is_loss)
     kept = min(most, kept_bytes(jaxpr))  # gradients may be computed one after another
+    streams = any(is_of_an_optimizer(site.eqn) for site in walk(jaxpr))
     return Prediction(
         machine=machine,
         devices=devices,
@@ -153,6 +159,7 @@ def predict(f: Callable[..., Any], *args: Any, machine: Machine, policy: Policy 
         loops=fits_in(jaxpr, args, devices, machine),
         memory=Memory(argument_bytes(args), kept, most - kept),
         host=need_of(jaxpr).bytes() + held_by_arguments(jaxpr),
+        state_ms=streams * argument_bytes(args, in_host_memory=True) / machine.bus(devices).together / 1e6,
     )
 
 

@@ -91,10 +91,11 @@ def ratio(f, args, policy):
 
 
 @pytest.mark.claim("plan-memory")
+@pytest.mark.parametrize("policies", [("save", "half"), pytest.param([*POLICIES], marks=pytest.mark.long)])
 @pytest.mark.parametrize("f", [loss, in_microbatches, adam, with_logits])
-def test_steps_take_the_memory_that_is_predicted(gpu, f):
-    found = {name: ratio(f, arguments(gpu, f), policy) for name, policy in POLICIES.items()}
-    assert all(abs(r - 1) < ERROR for r in found.values() if r) and sum(r is not None for r in found.values()) > 3
+def test_steps_take_the_memory_that_is_predicted(gpu, f, policies):
+    found = {name: ratio(f, arguments(gpu, f), POLICIES[name]) for name in policies}
+    assert all(abs(r - 1) < ERROR for r in found.values() if r) and sum(r is not None for r in found.values()) > 1
 
 
 @pytest.mark.claim("plan-memory")
@@ -121,7 +122,10 @@ def test_steps_with_fsdp_take_the_memory_that_is_predicted(two_gpus, spec):
 
 
 @pytest.mark.claim("plan-memory")
-@pytest.mark.parametrize("virtual_stages, data, microbatches", [(1, 1, 11), (2, 2, 12), (1, 1, 9)])
+@pytest.mark.parametrize(
+    "virtual_stages, data, microbatches",
+    [(1, 1, 11), *(pytest.param(*how, marks=pytest.mark.long) for how in ((2, 2, 12), (1, 1, 9)))],
+)
 def test_steps_on_stages_take_the_memory_that_is_predicted(gpu, virtual_stages, data, microbatches):
     mesh = Mesh(np.array(described(2 * data)).reshape(2, data), ("stage", "data"))
 

@@ -82,9 +82,10 @@ CASES = {
     "four with two each": ((4, 1, 1), 2, 6),
     "a loop over ticks, two each": ((2, 2, 1), 2, 19),
 }
+MARKS = [], pytest.mark.slow, pytest.mark.long, pytest.mark.slow
 cases = pytest.mark.parametrize(
     "sizes, virtual_stages, microbatches",
-    [pytest.param(*case, id=name, marks=[pytest.mark.slow] * (name != "two")) for name, case in CASES.items()],
+    [pytest.param(*case, id=name, marks=marks) for (name, case), marks in zip(CASES.items(), MARKS, strict=True)],
 )
 
 

@@ -701,7 +701,7 @@ DECISIONS = ("save", "offload", "recompute")
 @pytest.mark.slow
 @pytest.mark.claim("grouped-tensor")
 @on_cpu_and_gpu
-@pytest.mark.parametrize("kind", ["checkpoint", "scan", "chain"])
+@pytest.mark.parametrize("kind", ["checkpoint", "scan", pytest.param("chain", marks=pytest.mark.long)])
 def test_any_leaf_offloaded_saved_or_recomputed_comes_back(kind, device):
     """Eleven of the 243 assignments, in which any two leaves have all nine pairs of decisions."""
     some = list(itertools.product(DECISIONS, repeat=5))[11::22]
@@ -781,7 +781,7 @@ def test_a_plain_grouped_gemms_residuals_are_its_arguments():
 
 @pytest.mark.slow
 @on_cpu_and_gpu
-@pytest.mark.parametrize("kind", ["checkpoint", "scan", "chain"])
+@pytest.mark.parametrize("kind", ["checkpoint", "scan", pytest.param("chain", marks=pytest.mark.long)])
 def test_quantised_residuals_saved_offloaded_or_recomputed_give_the_same_bits(kind, device):
     """Where the grouped GEMM is recomputed, the backward pass reads both copies."""
     every = [{"fc1_input": "offload", "fc1": "save"}]

@@ -99,7 +99,10 @@ def test_steps_take_the_memory_that_is_predicted(gpu, f, policies):
 
 
 @pytest.mark.claim("plan-memory")
-@pytest.mark.parametrize("spec", [("fsdp",), (None, "fsdp")], ids=["first axis", "last axis"])
+@pytest.mark.parametrize(
+    "spec",
+    [pytest.param(["fsdp"], id="first axis"), pytest.param([None, "fsdp"], id="last axis", marks=pytest.mark.long)],
+)
 def test_steps_with_fsdp_take_the_memory_that_is_predicted(two_gpus, spec):
     """Of weights that are gathered along their last axis XLA may lay out the whole stack anew, which is not known."""
     mesh = Mesh(np.array(two_gpus), "fsdp")
@@ -151,7 +154,7 @@ def test_steps_on_stages_take_the_memory_that_is_predicted(gpu, virtual_stages, 
 
 
 @pytest.mark.claim("plan-compiled")
-@pytest.mark.parametrize("f", [loss, in_microbatches])
+@pytest.mark.parametrize("f", [in_microbatches, pytest.param(loss, marks=pytest.mark.long)])
 def test_a_plan_fits_by_xlas_own_plan(gpu, f):
     """By default, because the arguments are on GPUs."""
     args = arguments(gpu, f)

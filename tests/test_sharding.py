@@ -50,7 +50,7 @@ def one_device():
 
 
 @pytest.mark.claim("trains-anywhere")
-@pytest.mark.parametrize("sizes", [Mesh(2, 2, 2), Mesh(1, 8, 1)], ids=["2x2x2", "1x8x1"])
+@pytest.mark.parametrize("sizes", [Mesh(2, 2, 2), pytest.param(Mesh(1, 8, 1), marks=pytest.mark.long)], ids=str)
 @pytest.mark.usefixtures("compiled_fast")
 def test_loss_and_gradients_are_those_of_one_device(one_device, sizes):
     made = on(DENSE, sizes)
@@ -110,6 +110,7 @@ def test_no_collective_touches_a_residual_on_its_way(monkeypatch):
     assert ours == collectives() and ours.total() > 10
 
 
+@pytest.mark.long
 @pytest.mark.claim("trains-anywhere")
 @pytest.mark.usefixtures("compiled_fast")
 def test_accumulated_steps_on_a_mesh_have_the_gradient_of_one_device(one_device):

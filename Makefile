@@ -57,7 +57,7 @@ test-oldest: .oldest/made
 	PYTHONPATH=.oldest $(PYTHON) -c 'import jax; assert jax.__version__ == "$(oldest)", jax; print("jax $(oldest):")'
 	PYTHONPATH=.oldest $(PYTHON) -m pytest $(workers) -m "not long" $(contract)
 
-# The combinations of which `test-all` runs a few, and thousands of random scans rather than a hundred: over an hour.
+# The combinations of which `test-all` runs a few, and thousands of random scans rather than 32: over an hour.
 test-long: $(tools) $(cuda)
 	$(with_cuda) $(PYTHON) -m pytest $(workers) -m long $(ARGS)
 	EXAMPLES=5000 $(PYTHON) -m pytest $(workers) tests/test_random_scans.py

@@ -605,6 +605,7 @@ TINY = str(ROOT / "configs/tiny.yaml")
 COMMAND = ["plan", "models.train:step_for", TINY, "--machine", MACHINE]
 
 
+@pytest.mark.slow
 def test_the_command_line_prints(capsys):
     assert main([*COMMAND, "--budget", "1GiB", "--host-budget", "0", "--json"]) == 0
     said = json.loads(capsys.readouterr().out)

@@ -23,10 +23,9 @@ from models.sharding import VALUES, make_mesh, process_block
 from models.step import adamw, shardings_of
 from models.transformer import MLP
 
-pytestmark = pytest.mark.slow
+pytestmark = [pytest.mark.slow, pytest.mark.usefixtures("compiled_fast")]
 
 
-@pytest.mark.usefixtures("compiled_fast")
 def test_parameters_and_moments_are_split_by_the_rules():
     made = on(DENSE, Mesh(2, 2, 2))
     state = start(made)
@@ -51,7 +50,6 @@ def one_device():
 
 @pytest.mark.claim("trains-anywhere")
 @pytest.mark.parametrize("sizes", [Mesh(2, 2, 2), pytest.param(Mesh(1, 8, 1), marks=pytest.mark.long)], ids=str)
-@pytest.mark.usefixtures("compiled_fast")
 def test_loss_and_gradients_are_those_of_one_device(one_device, sizes):
     made = on(DENSE, sizes)
     params = start(made).params
@@ -68,7 +66,6 @@ def test_loss_and_gradients_are_those_of_one_device(one_device, sizes):
 
 
 @pytest.mark.claim("per-device")
-@pytest.mark.usefixtures("compiled_fast")
 def test_the_compiled_step_splits_residuals_as_the_table_says():
     made = on(DENSE, Mesh(2, 2, 2), remat=Policy(default="save"))
 
@@ -89,7 +86,6 @@ def test_the_compiled_step_splits_residuals_as_the_table_says():
     assert {4, 8} <= parts  # the residual stream is whole on the tensor axis; heads and d_ff are not
 
 
-@pytest.mark.usefixtures("compiled_fast")
 def test_no_collective_touches_a_residual_on_its_way(monkeypatch):
     """The step with offload communicates exactly what it does where lax.scan keeps the residuals."""
 
@@ -112,7 +108,6 @@ def test_no_collective_touches_a_residual_on_its_way(monkeypatch):
 
 @pytest.mark.long
 @pytest.mark.claim("trains-anywhere")
-@pytest.mark.usefixtures("compiled_fast")
 def test_accumulated_steps_on_a_mesh_have_the_gradient_of_one_device(one_device):
     made = on(DENSE, Mesh(2, 2, 2), train={"grad_accumulation": 4, "warmup_steps": 0})
     state, step, history = start(made), jax.jit(made.step, donate_argnums=0), []

@@ -530,16 +530,6 @@ def test_the_contract_with_each_backend(backend, quantize):
             assert_same_bits(run(gradient(ours, (0, 1)), x, w), want)
 
 
-@pytest.mark.slow
-@pytest.mark.long
-def test_microbatches_over_experts_devices():
-    """Without the auxiliary loss, which each microbatch has for itself, they equal one batch on one device."""
-    plain = {"aux_loss": 0.0, "z_loss": 0.0}
-    want, _ = stepped(on(EXPERTS, Mesh(), **plain), steps=1)
-    got, _ = stepped(on(EXPERTS, Mesh(expert=4), train={"grad_accumulation": 2}, **plain), steps=1)
-    assert_close([*got[0].values()][1:], [*want[0].values()][1:])
-
-
 @pytest.mark.parametrize("room", [2, 700, 1024, 2048])
 def test_no_expert_pays_for_the_others_where_rows_are_dropped(room):
     rng = np.random.default_rng(room)

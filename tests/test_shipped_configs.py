@@ -69,9 +69,3 @@ def test_each_step_fits_in_the_gpus_that_its_config_names(name, monkeypatch):
 def test_the_step_on_stages_is_compiled_with_fewer_layers(monkeypatch):
     plan = lowered(for_gpus("qwen3-30b-a3b-pp2", *FEWER), monkeypatch).compile().memory_analysis()
     assert plan.host_temp_size_in_bytes > 0
-
-
-@pytest.mark.slow
-@pytest.mark.long
-def test_the_step_on_stages_is_lowered_whole(monkeypatch):
-    lowered(for_gpus("qwen3-30b-a3b-pp2"), monkeypatch)

@@ -61,6 +61,16 @@ def assert_equal(ours, reference):
         np.testing.assert_array_equal(np.asarray(a), np.asarray(b), err_msg=jax.tree_util.keystr(path), strict=True)
 
 
+def assert_bits(tx, params, policy=ALL):
+    """Steps with state on the host have the bits of steps with state on the device. Return the optimizer, its first
+    state, and what the steps return."""
+    ours = host_optimizer(tx, policy=policy, shardings=ONE)
+    state = ours.init(params)
+    found = after_steps(jax.jit(ours.apply, compiler_options=exact_options()), params, state)
+    assert_equal((found[0], found[1].inner), after_steps(of_optax(tx), params, tx.init(params)))
+    return ours, state, found
+
+
 def kinds_of(tree):
     return {x.sharding.memory_kind for x in jax.tree.leaves(tree) if x.ndim}
 
@@ -89,22 +99,16 @@ TRANSFORMATIONS = {
 @pytest.mark.parametrize("name", TRANSFORMATIONS)
 def test_state_on_the_host_has_the_bits_of_state_on_the_device(name):
     tx, params = TRANSFORMATIONS[name](), {"layers": params_in()["layers"], "table": params_in()["table"]}
-    ours = host_optimizer(tx, policy=ALL, shardings=ONE)
-    state = ours.init(params)
+    _, state, found = assert_bits(tx, params)
     assert_equal(state.inner, tx.init(params))
-    found = after_steps(jax.jit(ours.apply, compiler_options=exact_options()), params, state)
-    assert_equal((found[0], found[1].inner), after_steps(of_optax(tx), params, tx.init(params)))
     of_layers = [x for x in jax.tree.leaves(state.inner) if x.shape == (4, 8, 16)]
     assert kinds_of(of_layers) == ({"pinned_host"} if of_layers else set())
     assert kinds_of(found[1].inner) == kinds_of(state.inner)
 
 
 def test_stacks_of_unlike_length_and_what_comes_whole_are_updated_together():
-    tx, params = optax.chain(optax.clip_by_global_norm(1.0), optax.adamw(1e-3)), params_in()
-    ours = host_optimizer(tx, policy=ALL, shardings=ONE)
-    found = after_steps(jax.jit(ours.apply, compiler_options=exact_options()), params, ours.init(params))
-    assert_equal((found[0], found[1].inner), after_steps(of_optax(tx), params, tx.init(params)))
-    blocks = {p.name: p.blocks for p in ours.placements(params)}
+    ours, *_ = assert_bits(optax.chain(optax.clip_by_global_norm(1.0), optax.adamw(1e-3)), params_in())
+    blocks = {p.name: p.blocks for p in ours.placements(params_in())}
     assert blocks == {"dense/w": 3, "layers/scale": 4, "layers/w": 4, "odd": 1, "table": 60}
 
 
@@ -137,10 +141,7 @@ def test_a_transformation_of_ones_own_is_judged_by_what_it_computes():
         m = jax.tree.map(scale, gradients, state["m"])
         return jax.tree.map(jnp.negative, m), {"m": m, "calls": state["calls"] + 1}
 
-    tx, params = optax.GradientTransformation(init, update), params_in()
-    ours = host_optimizer(tx, policy=ALL, shardings=ONE)
-    found = after_steps(jax.jit(ours.apply, compiler_options=exact_options()), params, ours.init(params))
-    assert_equal((found[0], found[1].inner), after_steps(of_optax(tx), params, tx.init(params)))
+    assert_bits(optax.GradientTransformation(init, update), params_in())
 
 
 def test_an_update_may_read_the_gradient_of_another_array():
@@ -152,10 +153,7 @@ def test_an_update_may_read_the_gradient_of_another_array():
         return jax.tree.map(jnp.negative, state), state
 
     draw = lambda n: jax.random.normal(jax.random.key(n), (384, 8))  # 128 blocks of three rows
-    tx, params = optax.GradientTransformation(init, update), {"a": draw(0), "b": draw(1)}
-    ours = host_optimizer(tx, policy=ALL, shardings=ONE)
-    found = after_steps(jax.jit(ours.apply, compiler_options=exact_options()), params, ours.init(params))
-    assert_equal((found[0], found[1].inner), after_steps(of_optax(tx), params, tx.init(params)))
+    assert_bits(optax.GradientTransformation(init, update), {"a": draw(0), "b": draw(1)})
 
 
 MIXING = {
@@ -193,11 +191,8 @@ def test_state_of_another_array_is_refused():
 
 
 def test_what_is_saved_may_mix_layers():
-    tx, params = optax.lamb(1e-3), {"layers": params_in()["layers"]["w"], "table": params_in()["table"]}
-    policy = Policy({"layers": "save"}, default="offload", min_offload_bytes=0)
-    ours = host_optimizer(tx, policy=policy, shardings=ONE)
-    found = after_steps(jax.jit(ours.apply, compiler_options=exact_options()), params, ours.init(params))
-    assert_equal((found[0], found[1].inner), after_steps(of_optax(tx), params, tx.init(params)))
+    params = {"layers": params_in()["layers"]["w"], "table": params_in()["table"]}
+    ours, *_ = assert_bits(optax.lamb(1e-3), params, Policy({"layers": "save"}, default="offload", min_offload_bytes=0))
     assert [(p.name, p.place, p.blocks) for p in ours.placements(params)] == [
         ("layers", "device", 1),
         ("table", "host", 1),  # a matrix, whose rows LAMB mixes, comes to the device whole

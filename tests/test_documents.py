@@ -42,7 +42,9 @@ def moved(params: nnx.State) -> nnx.State:
 
 @pytest.mark.slow
 @pytest.mark.claim("document-mask")
-@pytest.mark.parametrize("model", [TINY, EXPERTS], ids=["dense", "experts"])
+@pytest.mark.parametrize(
+    "model", [pytest.param(TINY, id="dense", marks=pytest.mark.long), pytest.param(EXPERTS, id="experts")]
+)
 def test_a_packed_document_has_the_loss_and_gradients_that_it_has_alone(model):
     graph, params = nnx.split(Transformer(model, nnx.Rngs(params=jax.random.key(0))))
     params = moved(params)

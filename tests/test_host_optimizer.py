@@ -95,8 +95,14 @@ TRANSFORMATIONS = {
 }
 
 
+# Every day one of several parts, and one for some arrays alone. Those like Adam are long.
+EVERY_DAY = ("adam, bfloat16 momentum, clipped by the norm of all, with a schedule", "adam for some")
+LIKE_ADAM = ("adamw", "lion", "momentum", "rmsprop", "amsgrad")
+marks_of = lambda name: () if name in EVERY_DAY else pytest.mark.long if name in LIKE_ADAM else pytest.mark.slow
+
+
 @pytest.mark.claim("host-state-has-the-bits")
-@pytest.mark.parametrize("name", TRANSFORMATIONS)
+@pytest.mark.parametrize("name", [pytest.param(name, marks=marks_of(name)) for name in TRANSFORMATIONS])
 def test_state_on_the_host_has_the_bits_of_state_on_the_device(name):
     tx, params = TRANSFORMATIONS[name](), {"layers": params_in()["layers"], "table": params_in()["table"]}
     _, state, found = assert_bits(tx, params)
@@ -123,6 +129,7 @@ ROUNDED = {
 }
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", ROUNDED)
 def test_other_transformations_agree_up_to_rounding(name):
     tx, params = ROUNDED[name](), {"layers": params_in()["layers"]}
@@ -250,6 +257,7 @@ def test_a_weight_and_its_remainder_are_the_master_bit_for_bit():
 FACTORED = lambda: optax.chain(optax.scale_by_factored_rms(min_dim_size_to_factor=4), optax.scale(-1e-2))
 
 
+@pytest.mark.slow
 @pytest.mark.claim("host-state-is-sharded")
 @pytest.mark.parametrize("tx", [lambda: optax.chain(optax.clip_by_global_norm(1.0), optax.adamw(1e-3)), FACTORED])
 @pytest.mark.parametrize("kind", [AxisType.Auto, AxisType.Explicit], ids=str)

@@ -41,26 +41,26 @@ train: $(base)
 
 # Five minutes on two cores: all except the slow tests and those that need JAX's CUDA plugin.
 test: lint
-	$(PYTHON) -m pytest $(workers) -m "not slow" $(ARGS)
+	$(PYTHON) -m pytest $(workers) -m "not slow and not long" $(ARGS)
 
 # The same with what an x86 CPU without AVX-512 has. XLA generates code for it; oneDNN, which multiplies matrices, asks the
 # CPU itself, and has a variable of its own.
 test-avx2: $(tools)
 	XLA_FLAGS="$$XLA_FLAGS --xla_cpu_max_isa=AVX2" ONEDNN_MAX_CPU_ISA=AVX2 \
-		$(PYTHON) -m pytest $(workers) -m "not slow" $(ARGS)
+		$(PYTHON) -m pytest $(workers) -m "not slow and not long" $(ARGS)
 
 test-all: lint $(cuda) $(if $(ARGS),,test-oldest)
-	$(with_cuda) $(PYTHON) -m pytest $(workers) $(ARGS)
+	$(with_cuda) $(PYTHON) -m pytest $(workers) -m "not long" $(ARGS)
 
 # The contract, and layers in other styles, with the oldest jax that pyproject.toml allows.
 test-oldest: .oldest/made
 	PYTHONPATH=.oldest $(PYTHON) -c 'import jax; assert jax.__version__ == "$(oldest)", jax; print("jax $(oldest):")'
-	PYTHONPATH=.oldest $(PYTHON) -m pytest $(workers) $(contract)
+	PYTHONPATH=.oldest $(PYTHON) -m pytest $(workers) -m "not long" $(contract)
 
-# Thousands of random scans rather than a hundred, and all 81 assignments of experts: about an hour.
-test-long: $(tools)
-	EXAMPLES=5000 $(PYTHON) -m pytest -n 2 tests/test_random_scans.py tests/test_moe.py \
-		tests/test_plan_measured.py -k "test_random or assignments or policies_take" $(ARGS)
+# The combinations of which `test-all` runs a few, and thousands of random scans rather than 32: over an hour.
+test-long: $(tools) $(cuda)
+	$(with_cuda) $(PYTHON) -m pytest $(workers) -m long $(ARGS)
+	EXAMPLES=5000 $(PYTHON) -m pytest $(workers) tests/test_random_scans.py
 
 # docs/recipes/ with each framework, in an environment of its own: 4 GB on disk. AXLEARN=folder: a checkout of AXLearn,
 # which PyPI does not have; without it, its recipe is skipped.

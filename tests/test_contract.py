@@ -131,7 +131,7 @@ def test_gradients_of_assignments_equal_the_reference(kind, dtype, every, device
 @pytest.mark.slow
 @pytest.mark.claim("accumulated-bit-for-bit")
 @on_cpu_and_gpu
-@pytest.mark.parametrize("dtype", [jnp.float32, jnp.bfloat16])
+@pytest.mark.parametrize("dtype", [jnp.bfloat16, pytest.param(jnp.float32, marks=pytest.mark.long)])
 def test_accumulated_gradients_equal_a_plain_loops(dtype, device):
     subsets = sorted({saved_names(rules) for rules in NINE})
     plain = run_each([accumulated(reference(False, names), interleaved=False) for names in subsets], *inputs(dtype))

@@ -1,7 +1,6 @@
-"""models/convert.py: weights of Hugging Face's layout, there and back, and the logits that transformers computes."""
+"""models/convert.py: weights of Hugging Face's layout, there and back."""
 
 import dataclasses
-import importlib.util
 import json
 import shutil
 from pathlib import Path
@@ -10,22 +9,15 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from common import assert_close, fast_compiles
+from common import fast_compiles
 from flax import nnx
 
-from jaxoffload import Policy
 from models import checkpoints, convert, metrics, train
 from models.attention import rotations
 from models.config import Config, ConfigError, Model, load
 from models.step import State
-from models.transformer import Transformer
 
 safetensors = pytest.importorskip("safetensors.numpy", reason="needs the extra `convert`")
-needs_transformers = pytest.mark.skipif(
-    not all(map(importlib.util.find_spec, ("torch", "transformers"))),
-    reason="needs torch and transformers, which no extra has: pip install torch transformers",
-)
-
 SHAPES = "vocab_size: 300, layers: 3, d_model: 32, heads: 4, kv_heads: 2, dtype: float32"
 MODELS = {
     "llama": f"{SHAPES}, d_ff: 48",
@@ -134,80 +126,6 @@ def test_files_have_the_names_and_shapes_of_mixtral(tmp_path):
     np.testing.assert_array_equal(row, ours["attention"]["q_DxNxH"][1, :, 2, 5].astype(jnp.bfloat16))
     gate = got["model.layers.2.block_sparse_moe.experts.3.w1.weight"]
     np.testing.assert_array_equal(gate.T, ours["moe"]["gate_ExDxF"][2, 3].astype(jnp.bfloat16))
-
-
-def our_logits(path: Path, overrides: list[str], tokens: np.ndarray) -> np.ndarray:
-    config = load(path, overrides)
-    graph = nnx.graphdef(nnx.eval_shape(lambda: Transformer(config.model, nnx.Rngs(0))))
-    model = nnx.merge(graph, jax.device_get(weights_of(config)))
-    table_VxD = model.embedding_VxD if config.model.tied_embeddings else model.unembedding_VxD
-    return np.asarray(model.norm(model(jnp.asarray(tokens), Policy())[0]) @ table_VxD[...].T)
-
-
-THEIRS = {
-    "Llama": {"rms_norm_eps": 1e-5},
-    "Llama, as 3.2": {
-        "tie_word_embeddings": True,
-        "rope_parameters": {
-            "rope_type": "llama3",
-            "rope_theta": 500.0,
-            "factor": 8.0,
-            "low_freq_factor": 1.0,
-            "high_freq_factor": 4.0,
-            "original_max_position_embeddings": 16,
-        },
-    },
-    "Mistral": {"sliding_window": 32, "head_dim": 16},
-    "Qwen3": {"head_dim": 16},
-    "Mixtral": {"num_local_experts": 4, "num_experts_per_tok": 2},
-    "Qwen3Moe": {
-        "num_experts": 4,
-        "num_experts_per_tok": 2,
-        "moe_intermediate_size": 24,
-        "head_dim": 16,
-        "norm_topk_prob": True,
-        "mlp_only_layers": [0],
-    },
-}
-
-
-@needs_transformers
-@pytest.mark.slow
-@pytest.mark.filterwarnings("default")
-@pytest.mark.parametrize("name", THEIRS)
-def test_logits_are_those_of_transformers_both_ways(name, tmp_path, monkeypatch):
-    monkeypatch.setenv("TORCHINDUCTOR_CACHE_DIR", str(tmp_path))  # which torch would set
-    import torch
-    import transformers
-
-    kind = name.partition(",")[0]
-    small = {"vocab_size": 300, "hidden_size": 32, "num_hidden_layers": 3, "num_attention_heads": 4}
-    small |= {"num_key_value_heads": 2, "intermediate_size": 48, "max_position_embeddings": 64}
-    torch.manual_seed(0)
-    theirs = getattr(transformers, f"{kind}ForCausalLM")(
-        getattr(transformers, f"{kind}Config")(**small, **THEIRS[name])
-    )
-    with torch.no_grad():  # far from their initial values, so that every term of the model matters
-        for parameter in theirs.parameters():
-            parameter += 0.2 * torch.randn_like(parameter)
-    theirs.save_pretrained(tmp_path / "theirs", max_shard_size="50KB")
-    tokens = np.random.default_rng(0).integers(0, 300, (2, 32))
-    with torch.no_grad():
-        want = theirs(torch.tensor(tokens)).logits.numpy()
-
-    config = tmp_path / "model.yaml"
-    section = convert.model_section(tmp_path / "theirs")
-    config.write_text(f"{section}\n  dtype: float32\n{TRAIN}\n")
-    out = f"train.out={tmp_path / 'out'}"
-    assert main("import", tmp_path / "theirs", config, out) == 0
-    got = our_logits(config, [out], tokens)
-    np.testing.assert_allclose(got, want, rtol=1e-4, atol=1e-4 * np.abs(want).max())
-
-    assert main("export", config, tmp_path / "back", out) == 0
-    again = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "back")
-    assert isinstance(again, type(theirs)) or kind == "Mistral"  # which is a Llama with a window
-    with torch.no_grad():
-        assert_close(again(torch.tensor(tokens)).logits.numpy(), want)
 
 
 def test_stretched_rotations_keep_fast_pairs_and_slow_down_slow_ones():

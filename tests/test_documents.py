@@ -1,6 +1,7 @@
 """data.document_mask: packed documents have the loss and the gradients that they have alone."""
 
 import dataclasses
+import functools
 from dataclasses import replace
 
 import jax
@@ -41,7 +42,9 @@ def moved(params: nnx.State) -> nnx.State:
 
 @pytest.mark.slow
 @pytest.mark.claim("document-mask")
-@pytest.mark.parametrize("model", [TINY, EXPERTS], ids=["dense", "experts"])
+@pytest.mark.parametrize(
+    "model", [pytest.param(TINY, id="dense", marks=pytest.mark.long), pytest.param(EXPERTS, id="experts")]
+)
 def test_a_packed_document_has_the_loss_and_gradients_that_it_has_alone(model):
     graph, params = nnx.split(Transformer(model, nnx.Rngs(params=jax.random.key(0))))
     params = moved(params)
@@ -60,14 +63,17 @@ def test_a_packed_document_has_the_loss_and_gradients_that_it_has_alone(model):
     assert abs(jax.jit(loss, static_argnums=2)(params, tokens, None) - want[0]) > 0.1  # where attention crosses
 
 
-def metrics_of(overrides: dict, mesh: Mesh, end: int = END) -> dict[str, np.ndarray]:
+@functools.cache
+def metrics_of(mesh: Mesh, grad_accumulation: int = 1, end: int = END) -> dict[str, np.ndarray]:
     """Return the metrics of a step on the packed rows."""
     config = Config(
         model=TINY,
         remat=Policy({"fc1": "offload", "attn/*": "save"}, min_offload_bytes=0, resident_layers=0),
         data=Data(document_mask=True),
         mesh=mesh,
-        train=Train(**{"batch_size": 8, "seq_len": 18, "loss_chunk": 18, "steps": 4, "warmup_steps": 0} | overrides),
+        train=Train(
+            batch_size=8, seq_len=18, loss_chunk=18, steps=4, warmup_steps=0, grad_accumulation=grad_accumulation
+        ),
     )
     config = replace(config, model=replace(config.model, layers=4))
     count = int(np.prod(list(dataclasses.asdict(mesh).values())))
@@ -81,17 +87,16 @@ def metrics_of(overrides: dict, mesh: Mesh, end: int = END) -> dict[str, np.ndar
 
 @pytest.mark.slow
 @pytest.mark.parametrize(
-    "overrides, mesh",
+    "mesh, grad_accumulation",
     [
-        ({"grad_accumulation": 2}, Mesh()),  # interleaved
-        ({}, Mesh(data=2, fsdp=2, tensor=2)),
-        ({"grad_accumulation": 2}, Mesh(stage=2, fsdp=2)),
+        pytest.param(Mesh(), 2, id="interleaved", marks=pytest.mark.long),
+        pytest.param(Mesh(data=2, fsdp=2, tensor=2), 2, id="interleaved, sharded"),
+        pytest.param(Mesh(stage=2, fsdp=2), 2, id="stages"),
     ],
-    ids=["interleaved", "sharded", "stages"],
 )
-def test_the_mask_is_the_same_in_microbatches_on_meshes_and_on_stages(overrides, mesh):
-    want, other = metrics_of({}, Mesh()), metrics_of({}, Mesh(), end=299)
-    got = metrics_of(overrides, mesh)
+def test_the_mask_is_the_same_in_microbatches_on_meshes_and_on_stages(mesh, grad_accumulation):
+    want, other = metrics_of(Mesh()), metrics_of(Mesh(), end=299)
+    got = metrics_of(mesh, grad_accumulation)
     for key in ("loss", "grad_norm"):
         assert_close(got[key], want[key])
         assert abs(got[key] - other[key]) > 1e-3 * want[key]

@@ -18,7 +18,6 @@ from common import (
     assert_close,
     assert_same_bits,
     auto_mesh,
-    count,
     gradient,
     in_a_loop,
     kept,
@@ -137,12 +136,6 @@ def test_grouped_gemms_equal_a_loop_over_groups(backend, dtype, bound, shape):
                 [functools.partial(grouped_vjp, backend=backend, full=f) for f in (False, True)], *args
             )
             assert all(np.array_equal(a, b) for a, b in zip(masked, full, strict=True)), name
-
-
-def test_full_masks_nothing():
-    args = operands(192, 64, 128, 4, FLOAT, CASES["uneven"])
-    selects = lambda full: count(jax.make_jaxpr(lambda *a: grouped_vjp(*a, "ragged", full=full))(*args), "select_n")
-    assert selects(False) - selects(True) == 2  # the rows of y and dx
 
 
 def test_ragged_ignores_even_what_is_not_finite_past_all_groups():
@@ -701,7 +694,7 @@ DECISIONS = ("save", "offload", "recompute")
 @pytest.mark.slow
 @pytest.mark.claim("grouped-tensor")
 @on_cpu_and_gpu
-@pytest.mark.parametrize("kind", ["checkpoint", "scan", "chain"])
+@pytest.mark.parametrize("kind", ["checkpoint", "scan", pytest.param("chain", marks=pytest.mark.long)])
 def test_any_leaf_offloaded_saved_or_recomputed_comes_back(kind, device):
     """Eleven of the 243 assignments, in which any two leaves have all nine pairs of decisions."""
     some = list(itertools.product(DECISIONS, repeat=5))[11::22]
@@ -781,7 +774,7 @@ def test_a_plain_grouped_gemms_residuals_are_its_arguments():
 
 @pytest.mark.slow
 @on_cpu_and_gpu
-@pytest.mark.parametrize("kind", ["checkpoint", "scan", "chain"])
+@pytest.mark.parametrize("kind", ["checkpoint", "scan", pytest.param("chain", marks=pytest.mark.long)])
 def test_quantised_residuals_saved_offloaded_or_recomputed_give_the_same_bits(kind, device):
     """Where the grouped GEMM is recomputed, the backward pass reads both copies."""
     every = [{"fc1_input": "offload", "fc1": "save"}]

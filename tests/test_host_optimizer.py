@@ -68,6 +68,16 @@ def assert_equal(ours, reference):
         np.testing.assert_array_equal(np.asarray(a), np.asarray(b), err_msg=jax.tree_util.keystr(path), strict=True)
 
 
+def assert_bits(tx, params, policy=ALL):
+    """Steps with state on the host have the bits of steps with state on the device. Return the optimizer, its first
+    state, and what the steps return."""
+    ours = host_optimizer(tx, policy=policy, shardings=ONE)
+    state = ours.init(params)
+    found = after_steps(jax.jit(ours.apply, compiler_options=exact_options()), params, state)
+    assert_equal((found[0], found[1].inner), after_steps(of_optax(tx), params, tx.init(params)))
+    return ours, state, found
+
+
 def kinds_of(tree):
     return {x.sharding.memory_kind for x in jax.tree.leaves(tree) if x.ndim}
 
@@ -92,26 +102,26 @@ TRANSFORMATIONS = {
 }
 
 
+# Every day one of several parts, and one for some arrays alone. Those like Adam are long.
+EVERY_DAY = ("adam, bfloat16 momentum, clipped by the norm of all, with a schedule", "adam for some")
+LIKE_ADAM = ("adamw", "lion", "momentum", "rmsprop", "amsgrad")
+marks_of = lambda name: () if name in EVERY_DAY else pytest.mark.long if name in LIKE_ADAM else pytest.mark.slow
+
+
 @pytest.mark.claim("host-state-has-the-bits")
-@pytest.mark.parametrize("name", TRANSFORMATIONS)
+@pytest.mark.parametrize("name", [pytest.param(name, marks=marks_of(name)) for name in TRANSFORMATIONS])
 def test_state_on_the_host_has_the_bits_of_state_on_the_device(name):
     tx, params = TRANSFORMATIONS[name](), {"layers": params_in()["layers"], "table": params_in()["table"]}
-    ours = host_optimizer(tx, policy=ALL, shardings=ONE)
-    state = ours.init(params)
+    _, state, found = assert_bits(tx, params)
     assert_equal(state.inner, tx.init(params))
-    found = after_steps(jax.jit(ours.apply, compiler_options=exact_options()), params, state)
-    assert_equal((found[0], found[1].inner), after_steps(of_optax(tx), params, tx.init(params)))
     of_layers = [x for x in jax.tree.leaves(state.inner) if x.shape == (4, 8, 16)]
     assert kinds_of(of_layers) == ({"pinned_host"} if of_layers else set())
     assert kinds_of(found[1].inner) == kinds_of(state.inner)
 
 
 def test_stacks_of_unlike_length_and_what_comes_whole_are_updated_together():
-    tx, params = optax.chain(optax.clip_by_global_norm(1.0), optax.adamw(1e-3)), params_in()
-    ours = host_optimizer(tx, policy=ALL, shardings=ONE)
-    found = after_steps(jax.jit(ours.apply, compiler_options=exact_options()), params, ours.init(params))
-    assert_equal((found[0], found[1].inner), after_steps(of_optax(tx), params, tx.init(params)))
-    blocks = {p.name: p.blocks for p in ours.placements(params)}
+    ours, *_ = assert_bits(optax.chain(optax.clip_by_global_norm(1.0), optax.adamw(1e-3)), params_in())
+    blocks = {p.name: p.blocks for p in ours.placements(params_in())}
     assert blocks == {"dense/w": 3, "layers/scale": 4, "layers/w": 4, "odd": 1, "table": 60}
 
 
@@ -126,6 +136,7 @@ ROUNDED = {
 }
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", ROUNDED)
 def test_other_transformations_agree_up_to_rounding(name):
     tx, params = ROUNDED[name](), {"layers": params_in()["layers"]}
@@ -144,10 +155,7 @@ def test_a_transformation_of_ones_own_is_judged_by_what_it_computes():
         m = jax.tree.map(scale, gradients, state["m"])
         return jax.tree.map(jnp.negative, m), {"m": m, "calls": state["calls"] + 1}
 
-    tx, params = optax.GradientTransformation(init, update), params_in()
-    ours = host_optimizer(tx, policy=ALL, shardings=ONE)
-    found = after_steps(jax.jit(ours.apply, compiler_options=exact_options()), params, ours.init(params))
-    assert_equal((found[0], found[1].inner), after_steps(of_optax(tx), params, tx.init(params)))
+    assert_bits(optax.GradientTransformation(init, update), params_in())
 
 
 def test_an_update_may_read_the_gradient_of_another_array():
@@ -159,10 +167,7 @@ def test_an_update_may_read_the_gradient_of_another_array():
         return jax.tree.map(jnp.negative, state), state
 
     draw = lambda n: jax.random.normal(jax.random.key(n), (384, 8))  # 128 blocks of three rows
-    tx, params = optax.GradientTransformation(init, update), {"a": draw(0), "b": draw(1)}
-    ours = host_optimizer(tx, policy=ALL, shardings=ONE)
-    found = after_steps(jax.jit(ours.apply, compiler_options=exact_options()), params, ours.init(params))
-    assert_equal((found[0], found[1].inner), after_steps(of_optax(tx), params, tx.init(params)))
+    assert_bits(optax.GradientTransformation(init, update), {"a": draw(0), "b": draw(1)})
 
 
 MIXING = {
@@ -200,11 +205,8 @@ def test_state_of_another_array_is_refused():
 
 
 def test_what_is_saved_may_mix_layers():
-    tx, params = optax.lamb(1e-3), {"layers": params_in()["layers"]["w"], "table": params_in()["table"]}
-    policy = Policy({"layers": "save"}, default="offload", min_offload_bytes=0)
-    ours = host_optimizer(tx, policy=policy, shardings=ONE)
-    found = after_steps(jax.jit(ours.apply, compiler_options=exact_options()), params, ours.init(params))
-    assert_equal((found[0], found[1].inner), after_steps(of_optax(tx), params, tx.init(params)))
+    params = {"layers": params_in()["layers"]["w"], "table": params_in()["table"]}
+    ours, *_ = assert_bits(optax.lamb(1e-3), params, Policy({"layers": "save"}, default="offload", min_offload_bytes=0))
     assert [(p.name, p.place, p.blocks) for p in ours.placements(params)] == [
         ("layers", "device", 1),
         ("table", "host", 1),  # a matrix, whose rows LAMB mixes, comes to the device whole
@@ -262,6 +264,7 @@ def test_a_weight_and_its_remainder_are_the_master_bit_for_bit():
 FACTORED = lambda: optax.chain(optax.scale_by_factored_rms(min_dim_size_to_factor=4), optax.scale(-1e-2))
 
 
+@pytest.mark.slow
 @pytest.mark.claim("host-state-is-sharded")
 @pytest.mark.parametrize("tx", [lambda: optax.chain(optax.clip_by_global_norm(1.0), optax.adamw(1e-3)), FACTORED])
 @pytest.mark.parametrize("kind", [AxisType.Auto, AxisType.Explicit], ids=str)

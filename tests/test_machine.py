@@ -254,6 +254,7 @@ def test_a_file_of_earlier_versions_has_one_number_for_all_shapes():
     assert Machine.from_json((ROOT / "machines/h200.json").read_text()).device == "NVIDIA H200"
 
 
+@pytest.mark.slow
 def test_everything_is_measured_on_any_devices():
     """With tiny sizes: the numbers mean nothing."""
     found = _machine._measured(jax.local_devices()[:2], scale=128)

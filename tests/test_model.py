@@ -95,6 +95,7 @@ def test_the_loss_is_the_plain_reference(tied, kv_heads):
     assert_close(got, want)
 
 
+@pytest.mark.slow
 def test_chunks_of_the_loss_change_neither_value_nor_gradient():
     model, tokens = model_and_tokens(TINY)
     graph, params = nnx.split(model)

@@ -4,7 +4,6 @@ parallelism."""
 import dataclasses
 import functools
 import itertools
-import os
 from collections import Counter
 
 import jax
@@ -183,23 +182,26 @@ def saved_by(rules):
     return tuple(leaf for name, decision in rules.items() if decision != "recompute" for leaf in NAMES[name])
 
 
-def assignments():
-    """Nine, in which each decision on a name meets each on another; all 81 in `make test-long`."""
-    every = list(itertools.product(("save", "offload", "recompute"), repeat=4))
-    meets = lambda a, b, c, d: (a + b) % 3 == c and (a + 2 * b) % 3 == d
-    numbers = itertools.product(range(3), repeat=4)
-    chosen = every if "EXAMPLES" in os.environ else [e for e, n in zip(every, numbers, strict=True) if meets(*n)]
-    return [dict(zip(NAMES, decisions, strict=True)) for decisions in chosen]
+EVERY = [*itertools.product(("save", "offload", "recompute"), repeat=4)]  # assignment of decisions to NAMES
+# Nine, in which each decision on a name meets each on another; and three, in which each name has each decision.
+NINE = [EVERY[27 * a + 9 * b + 3 * ((a + b) % 3) + (a + 2 * b) % 3] for a in range(3) for b in range(3)]
+THREE = [EVERY[27 * a + 9 * ((a + 1) % 3) + 3 * ((a + 2) % 3) + a] for a in range(3)]
 
 
 @pytest.mark.slow
 @pytest.mark.claim("experts-decided-apart", "accumulated-bit-for-bit")
 @pytest.mark.parametrize(
-    "derivative", [lambda f, _=True: gradient(f, (0, 1)), accumulated], ids=["one", "microbatches"]
+    "derivative, assignments",
+    [
+        pytest.param(lambda f, _=True: gradient(f, (0, 1)), NINE, id="one"),
+        pytest.param(accumulated, THREE, id="microbatches"),
+        pytest.param(lambda f, _=True: gradient(f, (0, 1)), EVERY, id="one, all", marks=pytest.mark.long),
+        pytest.param(accumulated, EVERY, id="microbatches, all", marks=pytest.mark.long),
+    ],
 )
-def test_gradients_of_assignments_equal_the_reference(derivative):
+def test_gradients_of_assignments_equal_the_reference(derivative, assignments):
     """The reference saves the same names and the routing. The outputs are the carry and each layer's balance."""
-    rules = assignments()
+    rules = [dict(zip(NAMES, decisions, strict=True)) for decisions in assignments]
     subsets = sorted({saved_by(each) for each in rules})
     plain = lambda names: lambda x, w: lax.scan(in_a_loop(layer, *names, *ROUTING), x, w)
     fs = [derivative(through(each)) for each in rules] + [derivative(plain(names), False) for names in subsets]
@@ -210,9 +212,9 @@ def test_gradients_of_assignments_equal_the_reference(derivative):
 
 
 @pytest.mark.claim("experts-decided-apart")
-@pytest.mark.parametrize("number", range(9))
-def test_the_host_holds_exactly_what_is_offloaded(number):
-    rules = assignments()[number] | {"moe/fc2": "offload"}
+@pytest.mark.parametrize("decisions", NINE, ids=" ".join)
+def test_the_host_holds_exactly_what_is_offloaded(decisions):
+    rules = dict(zip(NAMES, decisions, strict=True)) | {"moe/fc2": "offload"}
     x, w = jax.eval_shape(inputs)
     sizes = {name: 2 * sum(map(np.prod, leaves.values())) for name, leaves in NAMES.items()}
     moved = sum(sizes[name] for name, decision in rules.items() if decision == "offload")
@@ -277,10 +279,11 @@ MIXED = {"moe/act.columnwise_data": "offload", "moe/act.columnwise_scale_inv": "
 @pytest.mark.parametrize(
     "rules",
     [
-        {"moe/fc1": "offload", "moe/fc1_input": "offload", "moe/act": "offload"},
-        {"moe/fc1_input": "save", "moe/fc1.gate": "offload", **MIXED},
+        pytest.param(
+            dict.fromkeys(("moe/fc1", "moe/fc1_input", "moe/act"), "offload"), id="all", marks=pytest.mark.long
+        ),
+        pytest.param({"moe/fc1_input": "save", "moe/fc1.gate": "offload", **MIXED}, id="mixed"),
     ],
-    ids=["all", "mixed"],
 )
 def test_quantised_residuals_are_decided_one_by_one_and_no_bit_changes(rules):
     """Against plain checkpoints that save the same leaves."""
@@ -350,7 +353,9 @@ def test_recomputed_routing_damages_the_gradient():
 
 @pytest.mark.slow
 @pytest.mark.claim("losses-of-experts", "losses")
-@pytest.mark.parametrize("config", [SMALL, FP8], ids=["bf16", "fp8"])
+@pytest.mark.parametrize(
+    "config", [pytest.param(SMALL, id="bf16", marks=pytest.mark.long), pytest.param(FP8, id="fp8")]
+)
 def test_repeated_steps_with_offload_have_the_bits_of_those_with_save(config):
     """Five steps: bfloat16 or FP8 with its scales, and integers."""
     x, w = inputs()
@@ -420,7 +425,13 @@ def one_device():
 @pytest.mark.slow
 @pytest.mark.claim("trains-anywhere")
 @pytest.mark.parametrize(
-    "sizes", [Mesh(expert=4), Mesh(fsdp=2, expert=2, tensor=2), Mesh(data=2, fsdp=2, tensor=2)], ids=str
+    "sizes",
+    [
+        Mesh(fsdp=2, expert=2, tensor=2),
+        pytest.param(Mesh(expert=4), marks=pytest.mark.long),
+        pytest.param(Mesh(data=2, fsdp=2, tensor=2), marks=pytest.mark.long),
+    ],
+    ids=str,
 )
 def test_any_mesh_trains_as_one_device(sizes):
     want, params = one_device()
@@ -517,15 +528,6 @@ def test_the_contract_with_each_backend(backend, quantize):
             rules = policy(dict.fromkeys(some, decision), resident_layers=0)
             ours = lambda x, w, rules=rules: scan(run_layer, x, w, policy=rules)
             assert_same_bits(run(gradient(ours, (0, 1)), x, w), want)
-
-
-@pytest.mark.slow
-def test_microbatches_over_experts_devices():
-    """Without the auxiliary loss, which each microbatch has for itself, they equal one batch on one device."""
-    plain = {"aux_loss": 0.0, "z_loss": 0.0}
-    want, _ = stepped(on(EXPERTS, Mesh(), **plain), steps=1)
-    got, _ = stepped(on(EXPERTS, Mesh(expert=4), train={"grad_accumulation": 2}, **plain), steps=1)
-    assert_close([*got[0].values()][1:], [*want[0].values()][1:])
 
 
 @pytest.mark.parametrize("room", [2, 700, 1024, 2048])

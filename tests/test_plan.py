@@ -581,6 +581,7 @@ TINY = str(ROOT / "configs/tiny.yaml")
 COMMAND = ["plan", "models.train:step_for", TINY, "--machine", MACHINE]
 
 
+@pytest.mark.slow
 def test_the_command_line_prints(capsys):
     assert main([*COMMAND, "--budget", "1GiB", "--host-budget", "0"]) == 0
     said = capsys.readouterr().out

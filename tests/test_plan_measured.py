@@ -1,7 +1,6 @@
 """What predict() says of policies that were measured on H200s and an H100, and plans that were written down first."""
 
 import json
-import os
 import shlex
 import statistics
 import sys
@@ -19,7 +18,7 @@ from jaxoffload.proof import Machine, predict
 from jaxoffload.proof._predict.memory import ERROR
 
 GIB = 2**30
-EVERY = 1 if "EXAMPLES" in os.environ else 8  # of the policies that ran; `make test-long` takes all
+one_in = lambda some: pytest.mark.parametrize("every", [some, pytest.param(1, marks=pytest.mark.long)])
 
 
 def described(machine):
@@ -75,17 +74,18 @@ def test_plans_take_the_time_and_the_memory_that_is_predicted():
 
 @pytest.mark.slow
 @pytest.mark.claim("plan-measured")
-def test_policies_take_the_time_and_the_memory_that_is_predicted():
+@one_in(16)
+def test_policies_take_the_time_and_the_memory_that_is_predicted(every):
     """By kind of policy: the bounds of time and memory, and of all, how many take within 8 % of the time."""
-    both = compared("plans", "h200", every=EVERY), compared("plans-h100", "h100", every=EVERY)
+    both = compared("plans", "h200", every=every), compared("plans-h100", "h100", every=every)
     bounds = {"plan": (1.0, 0.03, 0.07, 0.86, 1.14), "hand": (0.94, 0.04, 0.17, 0.83, 1.15)}
     bounds["drawn"] = 0.9, 0.04, 0.22, 0.73, 1.15
     for kind, (close, half, longest, least, most) in bounds.items():
         times, memory = ([*first, *second] for first, second in zip(*(of[kind] for of in both), strict=True))
         of_time = errors(times)
-        assert of_time[-1] < longest and len(times) > 40 // EVERY, (kind, len(times), of_time[-1])
+        assert of_time[-1] < longest and len(times) > 40 // every, (kind, len(times), of_time[-1])
         assert least < min(memory) and max(memory) < most, (kind, min(memory), max(memory))
-        if EVERY == 1:
+        if every == 1:
             assert sum(e < 0.08 for e in of_time) >= close * len(times) and statistics.median(of_time) < half, kind
 
 
@@ -154,9 +154,10 @@ def test_what_xla_plans_is_the_allocators_peak():
 
 @pytest.mark.slow
 @pytest.mark.claim("plan-stages")
-def test_steps_on_two_gpus_take_the_time_and_the_memory_that_is_predicted(monkeypatch):
+@one_in(5)
+def test_steps_on_two_gpus_take_the_time_and_the_memory_that_is_predicted(every, monkeypatch):
     """Of results/stages.json, with what `machine` measured on such GPUs on another day."""
-    measured, machine, found = result("stages"), described("h100"), {}
+    measured, machine, ran = result("stages"), described("h100"), []
     _, _, *command = shlex.split(measured["command"])
     monkeypatch.setattr(sys, "argv", command)
     options, case = stages.parse(), CASES["dense"]
@@ -166,20 +167,20 @@ def test_steps_on_two_gpus_take_the_time_and_the_memory_that_is_predicted(monkey
                 of_mode = line["modes"].get(mode, {"other_options": {}})
                 for name, facts in {of_mode.get("options"): of_mode, **of_mode["other_options"]}.items():
                     if "ms" in facts:
-                        variant = stages.variants_of(case)[mode][name]
-                        schedule = Schedule(2, int(virtual), int(count))
-                        step, args, _ = stages.step_of(case, options, mode, variant, schedule)
-                        ms, gib = predicted(step, args, Policy(variant.residuals), machine)
-                        found[virtual, count, name] = ms / int(count) / facts["ms"], gib / facts["all_gib"]
-    assert len(found) == 28
-    for (*_, name), (time, memory) in found.items():
-        assert (0.9 if name == "all moved" else 0.96) < time < 1.04, (name, time)
-        assert 0.97 < memory < 1.03, (name, memory)
+                        ran.append((int(virtual), int(count), mode, name, facts))
+    assert len(ran) == 28
+    for virtual, count, mode, name, facts in ran[::every]:
+        variant = stages.variants_of(case)[mode][name]
+        step, args, _ = stages.step_of(case, options, mode, variant, Schedule(2, virtual, count))
+        ms, gib = predicted(step, args, Policy(variant.residuals), machine)
+        assert (0.9 if name == "all moved" else 0.96) < ms / count / facts["ms"] < 1.04, (name, ms)
+        assert 0.97 < gib / facts["all_gib"] < 1.03, (name, gib)
 
 
 @pytest.mark.slow
 @pytest.mark.claim("plan-four")
-def test_steps_on_four_gpus_take_the_time_and_the_memory_that_is_predicted(monkeypatch):
+@one_in(4)
+def test_steps_on_four_gpus_take_the_time_and_the_memory_that_is_predicted(every, monkeypatch):
     """One moves everything, whose copies four GPUs make at once; the others are stages with experts."""
     machine, sizes = described("four-h200"), result("accumulate-fsdp-4")["shape"]
     shape = plans.Shape(plans.dense.CASE, {key: sizes[key] for key in ("layers", "batch", "fsdp")}, 8)
@@ -192,10 +193,12 @@ def test_steps_on_four_gpus_take_the_time_and_the_memory_that_is_predicted(monke
     monkeypatch.setattr(sys, "argv", shlex.split(measured["command"])[2:])
     options, case = stages.parse(), plans.moe.CASE
     options.grouped = "ragged"  # as `plans.options_of` has it without a GPU
-    for mode, of in measured["virtual_stages"]["2"]["microbatches"]["8"]["modes"].items():
-        for name, facts in {of["options"]: of, **of["other_options"]}.items():
-            variant = stages.variants_of(case)[mode][name]
-            step, args, _ = stages.step_of(case, options, mode, variant, Schedule(2, 2, 8))
-            compared.append((facts, predicted(step, args, Policy(variant.residuals), machine)))
+    modes = measured["virtual_stages"]["2"]["microbatches"]["8"]["modes"].items()
+    ran = [(mode, *each) for mode, of in modes for each in {of["options"]: of, **of["other_options"]}.items()]
+    assert len(ran) == 4
+    for mode, name, facts in ran[::every]:
+        variant = stages.variants_of(case)[mode][name]
+        step, args, _ = stages.step_of(case, options, mode, variant, Schedule(2, 2, 8))
+        compared.append((facts, predicted(step, args, Policy(variant.residuals), machine)))
     found = [(ms / 8 / facts["ms"], gib / facts["all_gib"]) for facts, (ms, gib) in compared]
-    assert len(found) == 5 and all(1 < time < 1.12 and 1 < memory < 1.3 for time, memory in found)
+    assert all(1 < time < 1.12 and 1 < memory < 1.3 for time, memory in found)

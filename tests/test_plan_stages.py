@@ -63,6 +63,7 @@ def planned(schedule, machine=H200, layers=4, **budgets):
     return plan(step, *args, machine=machine, fixed=ALL, **{"budget": EVERYTHING, **budgets})
 
 
+@pytest.mark.slow
 def test_promises_hold_on_stages():
     """And what is predicted of a plan is what the step then keeps, on the device and on the host."""
     schedule = Schedule(2, 2, 4)

@@ -193,7 +193,7 @@ some_patterns = st.builds(
 decisions = st.sampled_from(["save", "offload", "recompute"])
 
 
-@settings(max_examples=500, derandomize=True, deadline=None)
+@settings(max_examples=200, derandomize=True, deadline=None)
 @given(some_patterns, some_names)
 def test_patterns_as_a_slow_reading_has_them(pattern, name):
     assert matches(pattern, name) == slow_reading(pattern, name)

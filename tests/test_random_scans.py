@@ -483,7 +483,7 @@ def reaches_layers(program):
     return any(site.eqn.primitive is backward_p for site in walk(jaxpr))
 
 
-EXAMPLES = int(os.environ.get("EXAMPLES", 64))  # programs; `make test-long` sets it
+EXAMPLES = int(os.environ.get("EXAMPLES", 32))  # programs; `make test-long` sets it
 PARTS, A_BATCH = 4, 6  # on average
 
 

@@ -105,7 +105,7 @@ def losses(args):
 
 @pytest.mark.claim("other-peoples-layers")
 @on_cpu_and_gpu
-@pytest.mark.parametrize("dtype", [jnp.float32, jnp.bfloat16])
+@pytest.mark.parametrize("dtype", [jnp.float32, pytest.param(jnp.bfloat16, marks=pytest.mark.long)])
 def test_layers_in_other_peoples_styles_have_their_references_gradients(dtype, device):
     """LayerNorm, dropout, GELU, softmax by hand, einsums, convolutions, float32 islands."""
     target = target_of(lambda args: sum(losses(args)), (arguments(dtype),))
@@ -117,7 +117,11 @@ def test_layers_in_other_peoples_styles_have_their_references_gradients(dtype, d
 
 
 @pytest.mark.claim("by-rounding")
-@pytest.mark.parametrize("plant", [rows_in_wrong_order, a_host_write_is_skipped], ids=lambda plant: plant.__name__)
+@pytest.mark.parametrize(
+    "plant",
+    [a_host_write_is_skipped, pytest.param(rows_in_wrong_order, marks=pytest.mark.long)],
+    ids=lambda f: f.__name__,
+)
 def test_a_planted_fault_exceeds_rounding_in_each_of_them(plant, monkeypatch):
     target = target_of(lambda args: sum(losses(args)), (arguments(jnp.float32),))
     run = compiled(as_reference(target.run), target.arrays, exact_options())

@@ -27,7 +27,7 @@ MAY_USE = 0.75  # of a GPU, unless XLA_PYTHON_CLIENT_MEM_FRACTION says otherwise
 
 
 @pytest.mark.claim("configs")
-@pytest.mark.parametrize("name", [pytest.param(n, marks=[pytest.mark.slow] * (n in LARGE)) for n in CONFIGS])
+@pytest.mark.parametrize("name", [pytest.param(n, marks=[pytest.mark.long] * (n in LARGE)) for n in CONFIGS])
 def test_each_config_is_traced_at_its_own_sizes(name):
     config = traceable(load(CONFIGS[name]))
     made = program(config, abstract_mesh(config.mesh))
@@ -66,8 +66,6 @@ def test_each_step_fits_in_the_gpus_that_its_config_names(name, monkeypatch):
 
 @pytest.mark.slow
 @pytest.mark.claim("configs")
-def test_the_step_on_stages_is_lowered_whole_and_compiled_with_fewer_layers(monkeypatch):
-    lowered(for_gpus("qwen3-30b-a3b-pp2"), monkeypatch)
-    monkeypatch.undo()
+def test_the_step_on_stages_is_compiled_with_fewer_layers(monkeypatch):
     plan = lowered(for_gpus("qwen3-30b-a3b-pp2", *FEWER), monkeypatch).compile().memory_analysis()
     assert plan.host_temp_size_in_bytes > 0

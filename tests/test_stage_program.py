@@ -80,7 +80,9 @@ def test_the_host_needs_what_xla_plans(gpu):
     assert need == 4 * 2 * (layers + layers / pieces) * ROW
 
 
-@pytest.mark.parametrize("stages, microbatches, virtual_stages", [(2, 11, 1), (2, 12, 2)])
+@pytest.mark.parametrize(
+    "stages, microbatches, virtual_stages", [(2, 11, 1), pytest.param(2, 12, 2, marks=pytest.mark.long)]
+)
 def test_slots_stay_in_place_and_copies_are_dma_that_begins_with_its_layer(gpu, stages, microbatches, virtual_stages):
     program = compiled(stages, microbatches, virtual_stages)
     module = module_of(program)
@@ -95,12 +97,12 @@ def test_slots_stay_in_place_and_copies_are_dma_that_begins_with_its_layer(gpu, 
     assert steady and all(starts == [0] * 8 + [3] * 8 for starts in steady)
 
 
-def test_the_device_holds_as_much_whatever_stages_and_microbatches_are(gpu):
+@pytest.mark.parametrize("more", [(2, 11), pytest.param((4, 8), marks=pytest.mark.long)])
+def test_the_device_holds_as_much_whatever_stages_and_microbatches_are(gpu, more):
     """Its rows are twice as large, so that a gap as large as a matmul's workspace, 4 MiB, is less than 1 %."""
     temporary = lambda *how, **more: compiled(*how, rows=2 * ROWS, **more).memory_analysis().temp_size_in_bytes
     few = temporary(2, 8)
-    for stages, microbatches in ((2, 11), (4, 8)):
-        assert temporary(stages, microbatches) == pytest.approx(few, rel=0.01)
+    assert temporary(*more) == pytest.approx(few, rel=0.01)
     assert with_a_loop(2, 1, 11)
     assert temporary(2, 8, decision="save") > few + 4 * LAYERS * 2 * ROW
 
@@ -116,7 +118,7 @@ def test_the_device_holds_four_layers_and_two_pieces_in_place_of_the_slots(gpu):
     assert freed == pytest.approx(slots * layers - (4 + 2 / layers), abs=0.25)
 
 
-@pytest.mark.parametrize("microbatches", [3, 11])
+@pytest.mark.parametrize("microbatches", [11, pytest.param(3, marks=pytest.mark.long)])
 def test_no_sum_of_gradients_is_copied(gpu, microbatches):
     """XLA would merge zeros of one shape, and copy a whole sum where a branch first adds to it."""
     module = compiled(2, microbatches, weights=("a", "b"))

@@ -13,10 +13,10 @@ from models.step import program, shardings_of
 
 SMALL = (
     *("model.vocab_size=512", "model.d_model=32", "model.heads=4", "model.kv_heads=2", "train.seq_len=32"),
-    *("train.loss_chunk=16", "train.batch_size=32", "train.grad_accumulation=4", "train.warmup_steps=0"),
+    *("train.loss_chunk=16", "train.batch_size=32", "train.grad_accumulation=2", "train.warmup_steps=0"),
 )
 DENSE = ("configs/tiny.yaml", *SMALL, "model.layers=8", "model.d_ff=64")
-MOE = ("configs/tiny-moe.yaml", *SMALL, "model.layers=5", "model.d_expert=32", "train.grad_accumulation=2")
+MOE = ("configs/tiny-moe.yaml", *SMALL, "model.layers=5", "model.d_expert=32")
 MESHES = {
     "virtual stages, data, fsdp": (DENSE, "mesh.stage=2 mesh.data=2 mesh.fsdp=2 train.virtual_stages=2"),
     "experts, tensor": (MOE, "mesh.stage=2 mesh.expert=2 mesh.tensor=2"),

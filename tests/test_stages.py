@@ -82,9 +82,10 @@ CASES = {
     "four with two each": ((4, 1, 1), 2, 6),
     "a loop over ticks, two each": ((2, 2, 1), 2, 19),
 }
+MARKS = [], pytest.mark.slow, pytest.mark.long, pytest.mark.slow
 cases = pytest.mark.parametrize(
     "sizes, virtual_stages, microbatches",
-    [pytest.param(*case, id=name, marks=[pytest.mark.slow] * (name != "two")) for name, case in CASES.items()],
+    [pytest.param(*case, id=name, marks=marks) for (name, case), marks in zip(CASES.items(), MARKS, strict=True)],
 )
 
 
@@ -109,8 +110,10 @@ HALF = {
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("dtype, loss_scale, virtual_stages", [(jnp.float16, 2.0**13, 1), (jnp.bfloat16, 1.0, 2)])
-def test_weights_that_the_loss_casts(dtype, loss_scale, virtual_stages):
+@pytest.mark.parametrize(
+    "dtype, loss_scale, virtual_stages, microbatches", [(jnp.float16, 2.0**13, 1, 16), (jnp.bfloat16, 1.0, 2, 4)]
+)
+def test_weights_that_the_loss_casts(dtype, loss_scale, virtual_stages, microbatches):
     """Gradients are sums in the parameters' dtype: those of a loss with a scale are beyond float16's range."""
 
     def loss(stack, params, x):
@@ -127,7 +130,7 @@ def test_weights_that_the_loss_casts(dtype, loss_scale, virtual_stages):
 
     params = {name: normal(n, (LAYERS, DIM, DIM)) / 3 for n, name in enumerate(HALF)}
     params["in_two_steps"] = params["in_two_steps"].astype(jnp.bfloat16)
-    args = params, normal(9, (16, 4, DIM))
+    args = params, normal(9, (microbatches, 4, DIM))
     one = jax.jit(jax.grad(functools.partial(loss, plain)), compiler_options=exact_options())
     of_each = [jax.device_get(one(params, x)) for x in args[1]]
     expected = jax.tree.map(lambda *cts: functools.reduce(np.add, cts), *of_each)
@@ -142,7 +145,7 @@ def test_weights_that_the_loss_casts(dtype, loss_scale, virtual_stages):
 
 
 @pytest.mark.claim("sums-in-a-wider-dtype")
-@pytest.mark.parametrize("microbatches, virtual_stages", [(4, 2), pytest.param(13, 1, marks=pytest.mark.slow)])
+@pytest.mark.parametrize("microbatches, virtual_stages", [(4, 2), pytest.param(13, 1, marks=pytest.mark.long)])
 def test_sums_in_a_wider_dtype(microbatches, virtual_stages):
     """Of weights that are moved to the layers, cast to more than that before them, or behind them; and of a parameter
     that nothing reads."""
@@ -221,7 +224,9 @@ def test_passes_that_nobody_reads_find_numbers_of_any_kind_and_offsets_in_range(
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("virtual_stages, microbatches, options", [(2, 3, {}), (1, 11, exact_options())])
+@pytest.mark.parametrize(
+    "virtual_stages, microbatches, options", [(1, 11, exact_options()), pytest.param(2, 3, {}, marks=pytest.mark.long)]
+)
 def test_what_stages_alone_compute_has_the_same_bits(virtual_stages, microbatches, options):
     """Nothing else is divided: the layers' gradients are sums of the same numbers in the same order. With eleven
     microbatches there is a loop over ticks, which XLA:CPU rounds in its own way unless it is told not to."""
@@ -286,7 +291,7 @@ def test_evaluation_moves_no_layers():
 @pytest.mark.usefixtures("compiled_fast")
 def test_all_that_a_loss_can_have():
     params = PARAMS | {"half": normal(5, (LAYERS, DIM, DIM)) / 5}
-    args = params, tokens(5), normal(6, (5, 4)), jnp.arange(10).reshape(5, 2)
+    args = params, tokens(3), normal(6, (3, 4)), jnp.arange(6).reshape(3, 2)
     of = lambda stack: functools.partial(everything, stack)
     expected = jax.jit(one_by_one(of(plain), has_aux=True, reduction="sum"))(*args)
     how = {"has_aux": True, "reduction": "sum", "stages": "stage", "virtual_stages": 2}

@@ -50,7 +50,7 @@ def test_interleaved_microbatches_train_as_one_after_another_and_each_device_sum
 
 @pytest.mark.slow
 @pytest.mark.claim("trained-interleaved")
-@pytest.mark.parametrize("sizes", [Mesh(), Mesh(fsdp=2, expert=2)], ids=str)
+@pytest.mark.parametrize("sizes", [Mesh(fsdp=2, expert=2), pytest.param(Mesh(), marks=pytest.mark.long)], ids=str)
 @pytest.mark.usefixtures("compiled_fast")
 def test_so_they_do_with_experts(sizes):
     assert_alike(EXPERTS, sizes, 4)

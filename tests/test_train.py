@@ -119,7 +119,6 @@ def test_a_run_goes_on_with_other_stages_as_if_undisturbed(config, tmp_path, cap
     stages = [
         ("mesh.stage=2", "mesh.data=2", "mesh.fsdp=2", "train.grad_accumulation=4"),
         ("mesh.data=4", "mesh.fsdp=2", "train.grad_accumulation=2"),
-        ("mesh.stage=4", "mesh.fsdp=2", "train.grad_accumulation=4"),
     ]
     curves = []
     for how in stages:
@@ -130,10 +129,8 @@ def test_a_run_goes_on_with_other_stages_as_if_undisturbed(config, tmp_path, cap
         assert "rematerialization" not in said.err or how is not stages[0]
         curves.append([losses(tmp_path), losses(tmp_path, "valid_loss"), losses(tmp_path, "grad_norm")])
         shutil.rmtree(tmp_path / "checkpoints" / "6")
-    for values in zip(*curves, strict=True):
-        undisturbed, *others = ([*at_step.values()] for at_step in values)
-        for resumed in others:
-            np.testing.assert_allclose(resumed, undisturbed, rtol=1e-5)
+    for undisturbed, resumed in zip(*curves, strict=True):
+        np.testing.assert_allclose([*resumed.values()], [*undisturbed.values()], rtol=1e-5)
 
 
 # ---- processes ----
@@ -219,7 +216,7 @@ def until(step: int, finished: Path, out: Path) -> Path:
 
 @pytest.mark.slow
 @pytest.mark.claim("trains-anywhere")
-def test_two_processes_have_the_losses_of_one_and_resume_each_other(eight, config, tmp_path):
+def test_two_processes_have_the_losses_of_one_which_resumes_them(eight, config, tmp_path):
     both = tmp_path / "both"
     first, second = map(finish, two_processes(config, both, "train.verify=true"))
     assert "step 24/24  loss" in first and "step" not in second
@@ -229,12 +226,18 @@ def test_two_processes_have_the_losses_of_one_and_resume_each_other(eight, confi
 
     one_after_two = until(16, both, tmp_path / "one_after_two")
     assert train.main([str(config), *EIGHT, f"train.out={one_after_two}"]) == 0
+    for key in ("loss", "valid_loss"):
+        assert losses(one_after_two, key).keys() == losses(eight, key).keys()
+        np.testing.assert_allclose([*losses(one_after_two, key).values()], [*losses(eight, key).values()], rtol=1e-5)
+
+
+@pytest.mark.slow
+@pytest.mark.long
+def test_two_processes_resume_one(eight, config, tmp_path):
     two_after_one = until(16, eight, tmp_path / "two_after_one")
     first, _ = map(finish, two_processes(config, two_after_one))
     assert "from its checkpoint at step 16" in first
-    for resumed, key in itertools.product((one_after_two, two_after_one), ("loss", "valid_loss")):
-        assert losses(resumed, key).keys() == losses(eight, key).keys()
-        np.testing.assert_allclose([*losses(resumed, key).values()], [*losses(eight, key).values()], rtol=1e-5)
+    np.testing.assert_allclose([*losses(two_after_one).values()], [*losses(eight).values()], rtol=1e-5)
 
 
 @pytest.mark.slow
@@ -321,11 +324,7 @@ def test_a_loss_that_is_not_finite_stops_the_run_before_it_is_saved(config, tmp_
 @pytest.mark.slow
 @pytest.mark.claim("exit-status")
 def test_a_step_that_is_not_what_is_claimed_is_not_trained(config, tmp_path, capsys, monkeypatch):
-    simple = ("mesh.data=8", "train.steps=1", "train.warmup_steps=0", "train.eval_every=9")
-    simple = (*simple, "train.verify=true", "train.grad_accumulation=4", "train.batch_size=32")
-    assert train.main([str(config), *simple, f"train.out={tmp_path}/out"]) == 0
-    said = capsys.readouterr().out
-    assert said.count("holds        placement:") == 2 and "fails " not in said
+    simple = (*SIMPLE, "train.steps=1", "train.warmup_steps=0", "train.eval_every=9", "train.verify=true")
     real = passes.put_row
     monkeypatch.setattr(passes, "put_row", lambda s, x, i: s if on_host(jax.typeof(s)) else real(s, x, i))
     jax.clear_caches()

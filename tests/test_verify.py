@@ -461,7 +461,7 @@ def on(mesh, x, *spec):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("spec", [(None, "d"), (None, None, "d")])
+@pytest.mark.parametrize("spec", [(None, "d"), pytest.param((None, None, "d"), marks=pytest.mark.long)])
 def test_weights_that_are_sharded_and_gathered_are_not_a_fault(spec):
     """A stack on the host has one row more than there are layers; that row too is read and given to the devices."""
     mesh = auto_mesh(d=8)

@@ -6,6 +6,7 @@ from pathlib import Path
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 
 import jaxoffload
 from jaxoffload import Schedule, proof
@@ -53,6 +54,7 @@ def summary(config: Config, made: Program) -> str:
         share = lambda row: times / schedule.chunks if row.layers > 1 else times if row.names else 1
         return sum(row.bytes_per_device * share(row) for row in rows)
 
+    in_float32 = jax.tree.map(lambda x: x.update(dtype=jnp.float32), made.state.params)  # several are summed so
     count = sum(math.prod(leaf.shape) for leaf in jax.tree.leaves(made.state.params))
     lines = [f"{count:,} parameters, {flops_per_token(config.model, train.seq_len) / 1e9:.3g} GFLOP per token"]
     if stages > 1:
@@ -66,8 +68,9 @@ def summary(config: Config, made: Program) -> str:
         lines += [f"{schedule.microbatches} microbatches {how}; the table is of one"]
     sizes = {
         "parameters": device_bytes(made.state.params),
-        "gradients": device_bytes(made.state.params),
-        "optimizer": device_bytes(made.state.optimizer),
+        "gradients": device_bytes(made.state.params if schedule.microbatches == 1 else in_float32),
+        "optimizer on the device": device_bytes(made.state.optimizer),
+        "optimizer on the host": device_bytes(made.state.optimizer, "pinned_host"),
         "residuals on the device": at_once("saved"),
         "residuals on the host": at_once("offloaded"),
     }
@@ -83,9 +86,9 @@ def of_one_stage(config: Config) -> Program:
     return program(replace(config, remat=remat, mesh=mesh, train=train), abstract_mesh(mesh))
 
 
-def device_bytes(tree: Any) -> int:
-    """Return the bytes on each device of abstract values with shardings."""
-    leaves = jax.tree.leaves(tree)
+def device_bytes(tree: Any, memory: str = "device") -> int:
+    """Return the bytes of each device's part of abstract values with shardings, of those in this memory."""
+    leaves = [leaf for leaf in jax.tree.leaves(tree) if (leaf.sharding.memory_kind or "device") == memory]
     return sum(math.prod(leaf.sharding.shard_shape(leaf.shape)) * leaf.dtype.itemsize for leaf in leaves)
 
 
@@ -96,14 +99,25 @@ def in_mib(size: float) -> str:
 def planned(config: Config, mesh: AnyMesh) -> tuple[Config, jaxoffload.Plan | None]:
     """Return the config with the policy planned for `remat.budget`, and the plan; as it is if it has no budget.
 
+    With `optimizer_on_host: auto` the optimizer is on the host if nothing fits otherwise.
+
     Raises:
       UserError: nothing fits, or nothing can be planned here.
     """
     remat = config.remat
     if remat.budget is None:
         return config, None
-    made = program(config, mesh)
     budget, host_budget = (None if size == "auto" else size for size in (remat.budget, remat.host_budget))
     how: dict[str, Any] = {"budget": budget, "host_budget": host_budget, "machine": remat.machine}
-    plan = jaxoffload.plan(made.step, made.state, made.tokens, fixed=remat.fixed, **how)
+    made = program(config, mesh)
+    try:
+        plan = jaxoffload.plan(made.step, made.state, made.tokens, fixed=remat.fixed, **how)
+    except proof.NothingFits:
+        if config.train.optimizer_on_host != "auto" or config.train.virtual_stages > 1:
+            raise
+        return planned(on_host(config), mesh)
     return replace(config, remat=replace(remat, **asdict(plan.policy))), plan
+
+
+def on_host(config: Config) -> Config:
+    return replace(config, train=replace(config.train, optimizer_on_host=True))

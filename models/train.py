@@ -60,6 +60,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         if options.report:
             print(budget.report(config))
             return 0
+        limit_pinned_memory()
         join(config.distributed)
         import_te(config.model)
         return train(config)
@@ -77,6 +78,17 @@ def join(distributed: Distributed) -> None:
     if launched or distributed.coordinator:
         # After an error a process waits for the others, before it leaves: they may wait for it in a collective.
         jax.distributed.initialize(*astuple(distributed), shutdown_timeout_seconds=60)  # type: ignore[misc]
+
+
+def limit_pinned_memory() -> None:
+    """Let XLA pin up to three quarters of the machine's memory for its GPUs, unless the environment has a limit.
+
+    XLA's own is 64 GiB for each GPU, too little for the state of a large model. Of more than a machine has, the kernel
+    ends the process, without a message. XLA reads it when JAX finds the GPUs.
+    """
+    if gpus := len([*Path("/proc/driver/nvidia/gpus").glob("*")]):
+        memory = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+        os.environ.setdefault("XLA_PJRT_GPU_HOST_MEMORY_LIMIT_GB", str(max(1, 3 * memory // 4 // gpus // 2**30)))
 
 
 def import_te(model: Model) -> None:
@@ -116,16 +128,14 @@ def train(config: Config) -> int:
     config = with_plan(config, mesh)
     source = data.open_data(config, *process_block(batch_sharding(mesh), (config.train.batch_size, 1)))
     check_same(source.fingerprint, "what is found at data.path, or data.tokenizer,")
-    made = program(config, mesh, source.end)
-    say(budget.summary(config, made))
     with checkpoints.open_manager(out) as manager:
         last = manager.latest_step() or 0
         if last:
-            checkpoints.refuse_changes(manager, last, made.state._asdict(), config, source)
+            checkpoints.checked(manager, last, config, mesh, source)
         if last >= steps:
             say(f"{out} is finished, at step {last} of {steps}")
             return 0
-        compiled = compile_step(made)
+        made, compiled = compile_step(config, mesh, source.end)
         if config.train.verify and not last:
             verify(made)
         state = checkpoints.resume(manager, config, made, source)
@@ -157,16 +167,28 @@ def lowered_step(made: Program, options: dict[str, Any]) -> jax.stages.Lowered:
     return step.lower(made.state, made.tokens)
 
 
-def compile_step(made: Program) -> jax.stages.Compiled:
-    """Compile the training step, and print what it needs."""
+def compile_step(config: Config, mesh: Mesh, end: int) -> tuple[Program, jax.stages.Compiled]:
+    """Compile the training step, and print what it needs. `auto` puts the optimizer on the host if it needs too much.
+
+    Raises:
+      UserError: its policy does not fit the model, or the pinned host pool does not hold what is on the host.
+    """
+    made = program(config, mesh, end)
+    say(budget.summary(config, made))
     compiled = lowered_step(made, jaxoffload.compiler_options()).compile()
-    if plan := proof.memory_plan(compiled):
-        outputs = plan.output_size_in_bytes - plan.alias_size_in_bytes
-        device = budget.in_mib(plan.argument_size_in_bytes + outputs + plan.temp_size_in_bytes)
-        host = plan.host_argument_size_in_bytes + plan.host_temp_size_in_bytes
-        where = f" on each device, and {budget.in_mib(host)} of host memory" if host else " on each device"
-        say(f"the compiled step needs {device}{where}")
-    return compiled
+    if (plan := proof.memory_plan(compiled)) is None:
+        return made, compiled
+    outputs = plan.output_size_in_bytes - plan.alias_size_in_bytes
+    need = plan.argument_size_in_bytes + outputs + plan.temp_size_in_bytes
+    host = plan.host_argument_size_in_bytes + plan.host_temp_size_in_bytes
+    say(f"the compiled step needs {budget.in_mib(need)} on each device")
+    if host:
+        say(f"and {budget.in_mib(host)} of host memory, which takes about {host / 2**30:.0f} s to pin, once")
+    limit = (mesh.local_devices[0].memory_stats() or {}).get("bytes_limit", math.inf)
+    if need <= limit or config.train.optimizer_on_host != "auto" or config.train.virtual_stages > 1:
+        return made, compiled
+    say(f"each device has {budget.in_mib(limit)}: the optimizer's state goes to the host")
+    return compile_step(budget.on_host(config), mesh, end)
 
 
 def verify(made: Program) -> None:

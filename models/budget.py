@@ -74,9 +74,10 @@ def summary(config: Config, made: Program) -> str:
         "residuals on the device": at_once("saved"),
         "residuals on the host": at_once("offloaded"),
     }
-    return "\n".join(
-        [*lines, str(table), *(f"{name:24} {in_mib(size):>14} per device" for name, size in sizes.items())]
-    )
+    lines += [str(table), *(f"{name:24} {in_mib(size):>14} per device" for name, size in sizes.items())]
+    if (pinned := (sizes["optimizer on the host"] + sizes["residuals on the host"]) / 2**30) > 1:
+        lines += [f"starting takes about {pinned:.0f} s longer, in which host memory is pinned, once"]
+    return "\n".join(lines)
 
 
 def of_one_stage(config: Config) -> Program:
@@ -113,11 +114,16 @@ def planned(config: Config, mesh: AnyMesh) -> tuple[Config, jaxoffload.Plan | No
     try:
         plan = jaxoffload.plan(made.step, made.state, made.tokens, fixed=remat.fixed, **how)
     except proof.NothingFits:
-        if config.train.optimizer_on_host != "auto" or config.train.virtual_stages > 1:
+        if not may_move(config):
             raise
-        return planned(on_host(config), mesh)
+        return planned(with_optimizer(config, on_host=True), mesh)
     return replace(config, remat=replace(remat, **asdict(plan.policy))), plan
 
 
-def on_host(config: Config) -> Config:
-    return replace(config, train=replace(config.train, optimizer_on_host=True))
+def may_move(config: Config) -> bool:
+    """Return whether `train.optimizer_on_host` lets the optimizer go to the host."""
+    return config.train.optimizer_on_host == "auto" and config.train.virtual_stages == 1
+
+
+def with_optimizer(config: Config, on_host: bool) -> Config:
+    return replace(config, train=replace(config.train, optimizer_on_host=on_host))

@@ -46,6 +46,9 @@ keys, with their meanings and defaults.
 exit codes: 0 finished; 2 the config cannot run; 143 stopped by SIGTERM, with a checkpoint; 1 any other error"""
 
 
+_DRIVER = Path("/proc/driver/nvidia/gpus")  # has a folder for each GPU of the machine
+
+
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run the program with these arguments (None: the command line), and return the exit code."""
     parser = argparse.ArgumentParser(
@@ -86,7 +89,7 @@ def limit_pinned_memory() -> None:
     XLA's own is 64 GiB for each GPU, too little for the state of a large model. Of more than a machine has, the kernel
     ends the process, without a message. XLA reads it when JAX finds the GPUs.
     """
-    if gpus := len([*Path("/proc/driver/nvidia/gpus").glob("*")]):
+    if gpus := len([*_DRIVER.glob("*")]):
         memory = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
         os.environ.setdefault("XLA_PJRT_GPU_HOST_MEMORY_LIMIT_GB", str(max(1, 3 * memory // 4 // gpus // 2**30)))
 
@@ -137,7 +140,7 @@ def train(config: Config) -> int:
             return 0
         made, compiled = compile_step(config, mesh, source.end)
         if config.train.verify and not last:
-            verify(made)
+            verify(program(budget.with_optimizer(config, on_host=False), mesh, source.end))  # of residuals
         state = checkpoints.resume(manager, config, made, source)
         say(f"continuing {out} from its checkpoint at step {last}" if last else f"metrics and checkpoints go to {out}")
         return loop(config, made, compiled, source, manager, state)
@@ -181,14 +184,14 @@ def compile_step(config: Config, mesh: Mesh, end: int) -> tuple[Program, jax.sta
     outputs = plan.output_size_in_bytes - plan.alias_size_in_bytes
     need = plan.argument_size_in_bytes + outputs + plan.temp_size_in_bytes
     host = plan.host_argument_size_in_bytes + plan.host_temp_size_in_bytes
-    say(f"the compiled step needs {budget.in_mib(need)} on each device")
-    if host:
-        say(f"and {budget.in_mib(host)} of host memory, which takes about {host / 2**30:.0f} s to pin, once")
-    limit = (mesh.local_devices[0].memory_stats() or {}).get("bytes_limit", math.inf)
-    if need <= limit or config.train.optimizer_on_host != "auto" or config.train.virtual_stages > 1:
+    where = f" on each device, and {budget.in_mib(host)} of host memory" if host else " on each device"
+    say(f"the compiled step needs {budget.in_mib(need)}{where}")
+    limit = metrics.memory_limit(mesh.local_devices[0])
+    check_same(need <= limit, "whether the step fits on the device")
+    if need <= limit or not budget.may_move(config):
         return made, compiled
     say(f"each device has {budget.in_mib(limit)}: the optimizer's state goes to the host")
-    return compile_step(budget.on_host(config), mesh, end)
+    return compile_step(budget.with_optimizer(config, on_host=True), mesh, end)
 
 
 def verify(made: Program) -> None:

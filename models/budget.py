@@ -100,8 +100,6 @@ def in_mib(size: float) -> str:
 def planned(config: Config, mesh: AnyMesh) -> tuple[Config, jaxoffload.Plan | None]:
     """Return the config with the policy planned for `remat.budget`, and the plan; as it is if it has no budget.
 
-    With `optimizer_on_host: auto` the optimizer is on the host if nothing fits otherwise.
-
     Raises:
       UserError: nothing fits, or nothing can be planned here.
     """
@@ -111,19 +109,5 @@ def planned(config: Config, mesh: AnyMesh) -> tuple[Config, jaxoffload.Plan | No
     budget, host_budget = (None if size == "auto" else size for size in (remat.budget, remat.host_budget))
     how: dict[str, Any] = {"budget": budget, "host_budget": host_budget, "machine": remat.machine}
     made = program(config, mesh)
-    try:
-        plan = jaxoffload.plan(made.step, made.state, made.tokens, fixed=remat.fixed, **how)
-    except proof.NothingFits:
-        if not may_move(config):
-            raise
-        return planned(with_optimizer(config, on_host=True), mesh)
+    plan = jaxoffload.plan(made.step, made.state, made.tokens, fixed=remat.fixed, **how)
     return replace(config, remat=replace(remat, **asdict(plan.policy))), plan
-
-
-def may_move(config: Config) -> bool:
-    """Return whether `train.optimizer_on_host` lets the optimizer go to the host."""
-    return config.train.optimizer_on_host == "auto" and config.train.virtual_stages == 1
-
-
-def with_optimizer(config: Config, on_host: bool) -> Config:
-    return replace(config, train=replace(config.train, optimizer_on_host=on_host))

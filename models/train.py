@@ -13,7 +13,7 @@ import sys
 import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import asdict, astuple
+from dataclasses import asdict, astuple, replace
 from pathlib import Path
 from typing import Any
 
@@ -140,7 +140,7 @@ def train(config: Config) -> int:
             return 0
         made, compiled = compile_step(config, mesh, source.end)
         if config.train.verify and not last:
-            verify(program(budget.with_optimizer(config, on_host=False), mesh, source.end))  # of residuals
+            verify(program(with_optimizer(config, on_host=False), mesh, source.end))  # what is claimed of residuals
         state = checkpoints.resume(manager, config, made, source)
         say(f"continuing {out} from its checkpoint at step {last}" if last else f"metrics and checkpoints go to {out}")
         return loop(config, made, compiled, source, manager, state)
@@ -188,10 +188,14 @@ def compile_step(config: Config, mesh: Mesh, end: int) -> tuple[Program, jax.sta
     say(f"the compiled step needs {budget.in_mib(need)}{where}")
     limit = metrics.memory_limit(mesh.local_devices[0])
     check_same(need <= limit, "whether the step fits on the device")
-    if need <= limit or not budget.may_move(config):
+    if need <= limit or config.train.optimizer_on_host != "auto" or config.train.virtual_stages > 1:
         return made, compiled
     say(f"each device has {budget.in_mib(limit)}: the optimizer's state goes to the host")
-    return compile_step(budget.with_optimizer(config, on_host=True), mesh, end)
+    return compile_step(with_optimizer(config, on_host=True), mesh, end)
+
+
+def with_optimizer(config: Config, on_host: bool) -> Config:
+    return replace(config, train=replace(config.train, optimizer_on_host=on_host))
 
 
 def verify(made: Program) -> None:

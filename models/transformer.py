@@ -194,7 +194,9 @@ class Transformer(nnx.Module):
         of a document need not begin at 0, because RoPE's scores depend on differences of positions only.
         """
         config = self.config
-        x_BxSxD = constrain(rows_of(self.embedding_VxD[...], tokens_BxS).astype(config.dtype), "layer_input")
+        # In float32 the gradients of a token's many places are summed.
+        x_BxSxD = self.embedding_VxD.astype(jnp.float32)[tokens_BxS].astype(config.dtype)
+        x_BxSxD = constrain(x_BxSxD, "layer_input")
         rotation = rotations(tokens_BxS.shape[1], config.d_head, config.rope_theta, config.rope_scaling)
         documents_BxS = None if end is None else jnp.cumsum(tokens_BxS == end, axis=1, dtype=jnp.int32)
 
@@ -210,21 +212,6 @@ class Transformer(nnx.Module):
             x_BxSxD, _ = through(self.first, x_BxSxD)
         x_BxSxD, balance = through(self.layers, x_BxSxD)
         return constrain(x_BxSxD, "layer_input"), balance
-
-
-@jax.custom_vjp
-def rows_of(table_VxD: jax.Array, tokens_BxS: jax.Array) -> jax.Array:
-    """Return the embeddings of tokens, (B, S, D). The gradients of a token's many places are summed in float32."""
-    return table_VxD[tokens_BxS]
-
-
-def _sum_rows(kept: tuple[jax.Array, jax.Array], cotangent_BxSxD: jax.Array) -> tuple[jax.Array, None]:
-    table_VxD, tokens_BxS = kept
-    sums_VxD = jnp.zeros(table_VxD.shape, jnp.float32).at[tokens_BxS].add(cotangent_BxSxD.astype(jnp.float32))
-    return sums_VxD.astype(table_VxD.dtype), None
-
-
-rows_of.defvjp(lambda table_VxD, tokens_BxS: (table_VxD[tokens_BxS], (table_VxD, tokens_BxS)), _sum_rows)
 
 
 def stacked(shape: int | tuple[int, ...], make: Callable[[nnx.Rngs], nnx.Module], rngs: nnx.Rngs) -> nnx.Module:

@@ -30,8 +30,8 @@ from models.step import Program, State, program, shardings_of
 FORMAT = 2  # 0.1 wrote none
 
 # With another of these, the state would not fit the model, or the position would mean other batches.
-_FIXED = ("data.text_field", "data.valid_fraction", "train.batch_size", "train.seq_len", "train.seed")
-_FIXED += ("train.state_dtype",)
+_FIXED = {"data.text_field", "data.valid_fraction", "train.batch_size", "train.seq_len", "train.seed"}
+_FIXED |= {"train.state_dtype"}
 # All others in `model` are fixed, too. The weights mean the same with another of these.
 FREE = ("attention", "dtype", "param_dtype", "grouped", "quantize", "capacity", "aux_loss", "z_loss")
 
@@ -97,7 +97,7 @@ def _params_of(state: State) -> dict[str, Any]:
 def converted(tree: dict[str, Any], like: State) -> tuple[Any, Any]:
     """Return the parameters and remainders of a checkpoint as those of `like`, bit for bit; `tree` is used up."""
 
-    def convert(weight: jax.Array, remainder: jax.Array | None, to: Any, rest: Any) -> tuple[jax.Array, Any]:
+    def convert(to: Any, rest: Any, weight: jax.Array, remainder: jax.Array | None) -> tuple[jax.Array, Any]:
         if weight.dtype == to.dtype:
             return weight, remainder
         if remainder is None:
@@ -108,12 +108,11 @@ def converted(tree: dict[str, Any], like: State) -> tuple[Any, Any]:
         weight.delete()  # one after another, so that a device never has two sets of them
         return found
 
-    params, structure = jax.tree.flatten(like.params)
-    each = lambda rest: [None] * len(params) if rest is None else structure.flatten_up_to(rest)
-    halves = structure.flatten_up_to(tree["params"]), each(tree.get("remainders"))
-    found = list(map(convert, *halves, params, each(like.optimizer.remainders)))
-    weights, rest = (structure.unflatten(part) for part in zip(*found, strict=True))
-    return weights, None if like.optimizer.remainders is None else rest
+    none = jax.tree.map(lambda _: None, like.params)
+    halves, rest = (tree["params"], tree.get("remainders", none)), like.optimizer.remainders
+    found = jax.tree.map(convert, like.params, none if rest is None else rest, *halves)
+    part = lambda n: jax.tree.map(lambda _, pair: pair[n], like.params, found)
+    return part(0), None if rest is None else part(1)
 
 
 def _split(master: jax.Array) -> tuple[jax.Array, jax.Array]:

@@ -165,7 +165,8 @@ def export_weights(config: Config, folder: Path, dtype: str) -> None:
     with checkpoints.open_manager(out) as manager:
         if (step := manager.latest_step()) is None:
             raise ConfigError(f"train.out = {str(out)!r}: has no checkpoint")
-        wanted = checkpoints.checked(manager, step, config, stored.step.sharding.mesh)
+        mesh = stored.step.sharding.mesh  # type: ignore[attr-defined]
+        wanted = checkpoints.checked(manager, step, config, mesh)
         masters, _ = checkpoints.converted(checkpoints.restore(manager, step, wanted), stored)
         params = regrouped(masters, abstract)
     folder.mkdir(parents=True, exist_ok=True)

@@ -68,9 +68,10 @@ def program(config: Config, mesh: AnyMesh, end: int = 0) -> Program:
 
     def step(state: State, tokens_BxS1: jax.Array) -> tuple[State, dict[str, jax.Array]]:
         tokens_AxMxS1 = microbatches(tokens_BxS1, train.grad_accumulation)
-        (mean_loss, balance), gradients = mean_gradients(config, loss)(state.params, tokens_AxMxS1)
-        params, moments = optimizer.apply(gradients, state.params, state.optimizer)
-        return State(state.step + 1, params, moments), _metrics(mean_loss, gradients, balance)
+        aux, sums = summed_gradients(config, loss)(state.params, tokens_AxMxS1)
+        params, moments = optimizer.apply(sums, state.params, state.optimizer)
+        count = train.grad_accumulation
+        return State(state.step + 1, params, moments), _metrics(mean(aux, count), mean(sums, count))
 
     def evaluate(params: nnx.State, tokens_BxS1: jax.Array) -> jax.Array:
         cross_entropy = jaxoffload.evaluate(lambda *args: loss(*args)[1][0], **stages_of(config))
@@ -91,23 +92,23 @@ def program(config: Config, mesh: AnyMesh, end: int = 0) -> Program:
     )
 
 
-def mean_gradients(
+def summed_gradients(
     config: Config, loss: Callable[[nnx.State, jax.Array], tuple[jax.Array, Aux]]
 ) -> Callable[[nnx.State, jax.Array], tuple[Aux, nnx.State]]:
-    """Return (params, microbatches) -> the means of `Aux` and of the gradients over microbatches.
+    """Return (params, microbatches) -> the sums of `Aux` and of the gradients over microbatches, in float32.
 
     On pipeline stages, interleaved, or one microbatch after another, as the config says; the bits are the same where
     XLA rounds alike.
     """
 
     def interleaved(params: nnx.State, tokens_AxMxS1: jax.Array) -> tuple[Aux, nnx.State]:
-        derivative = jaxoffload.accumulate(loss, has_aux=True, sum_dtype=jnp.float32, **stages_of(config))
-        (_, aux_A), gradients = derivative(params, tokens_AxMxS1)
-        return mean(lambda aux: aux, aux_A), gradients
+        how = {"reduction": "sum", "sum_dtype": jnp.float32, **stages_of(config)}
+        (_, aux_A), gradients = jaxoffload.accumulate(loss, has_aux=True, **how)(params, tokens_AxMxS1)
+        return total(lambda aux: aux, aux_A), gradients
 
     def one_by_one(params: nnx.State, tokens_AxMxS1: jax.Array) -> tuple[Aux, nnx.State]:
         derivative = functools.partial(jax.value_and_grad(loss, has_aux=True), params)
-        (_, aux), gradients = mean(derivative, tokens_AxMxS1)
+        (_, aux), gradients = total(derivative, tokens_AxMxS1)
         return aux, gradients
 
     return interleaved if config.mesh.stage > 1 or may_interleave(config.train) else one_by_one
@@ -123,12 +124,13 @@ def stages_of(config: Config) -> dict[str, Any]:
     return {"stages": "stage", "virtual_stages": config.train.virtual_stages} if config.mesh.stage > 1 else {}
 
 
-def _metrics(loss: jax.Array, gradients: nnx.State, balance: Balance | None) -> dict[str, jax.Array]:
+def _metrics(aux: Aux, gradients: nnx.State) -> dict[str, jax.Array]:
     """Return the metrics of a step, each () float32.
 
     loss is the cross-entropy. With experts there are also aux_loss and z_loss, without their weights; expert_load, the
     greatest load of an expert over the even load; and dropped, the share of rows dropped.
     """
+    loss, balance = aux
     metrics = {"loss": loss, "grad_norm": optax.tree.norm(optax.tree.cast(gradients, jnp.float32))}
     if balance is not None:
         metrics |= {
@@ -162,7 +164,10 @@ def optimizer_of(config: Config, shardings: nnx.State) -> Any:
     policy = Policy(default="offload" if on_host else "save", min_offload_bytes=config.remat.min_offload_bytes)
     masters, stored = config.model.param_dtype == "bfloat16", config.train.state_dtype
     how: dict[str, Any] = {"shardings": shardings, "masters": masters, "state_dtype": stored}
-    return jaxoffload.host_optimizer(adamw(config.train), policy=policy, **how)
+    inner, count = adamw(config.train), config.train.grad_accumulation
+    # Of sums, divided here: block by block, where the means would be a second set of gradients.
+    update = lambda sums, state, params: inner.update(mean(sums, count), state, params)
+    return jaxoffload.host_optimizer(optax.GradientTransformation(inner.init, update), policy=policy, **how)
 
 
 def learning_rate(train: Train) -> optax.Schedule:
@@ -183,15 +188,19 @@ def microbatches(tokens_BxS1: jax.Array, count: int) -> jax.Array:
     return jnp.swapaxes(tokens_BxS1.reshape(B // count, count, S1), 0, 1)
 
 
-def mean[X, T](f: Callable[[X], T], xs_A: X) -> T:
-    """Return the mean of f over the leading axis of the leaves of `xs_A`, one after another, added in float32."""
+def mean[T](sums: T, count: int) -> T:
+    return jax.tree.map(lambda x: x / count, sums) if count > 1 else sums
+
+
+def total[X, T](f: Callable[[X], T], xs_A: X) -> T:
+    """Return the sum of f over the leading axis of the leaves of `xs_A`, one after another, added in float32."""
     count = len(jax.tree.leaves(xs_A)[0])
     first = jax.tree.map(lambda x: x[0], xs_A)
     if count == 1:
         return f(first)
     zeros = jax.tree.map(lambda x: jnp.zeros(x.shape, jnp.float32), jax.eval_shape(f, first))
-    total, _ = jax.lax.scan(lambda total, x: (jax.tree.map(jnp.add, total, f(x)), None), zeros, xs_A)
-    return jax.tree.map(lambda x: x / count, total)
+    sums, _ = jax.lax.scan(lambda sums, x: (jax.tree.map(jnp.add, sums, f(x)), None), zeros, xs_A)
+    return sums
 
 
 def regrouped[T](tree: T, like: T) -> T:

@@ -51,8 +51,8 @@ def open_manager(out: str | Path) -> Iterator[ocp.CheckpointManager]:
 def save(manager: ocp.CheckpointManager, step: int, state: State, config: Config, source: Source | None) -> None:
     """Copy the state out of the device and return; the files are written in the background.
 
-    State on the host is written before this returns: nothing has room for a copy of it. `source` is None at step 0,
-    where there are parameters only.
+    State on the host is not copied, and written before this returns. `source` is None at step 0, where there are
+    parameters only.
     """
     tree = _params_of(state)
     about = {"format": FORMAT, "step": step, "config": flat(config), "data": source and source.fingerprint}

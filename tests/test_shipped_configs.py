@@ -51,7 +51,8 @@ def lowered(config: Config, monkeypatch) -> jax.stages.Lowered:
         return lowered_step(made, OPTIONS)
     # Described GPUs have no host memory for arguments: the state is made there.
     places = program(config, abstract_mesh(config.mesh)).state.optimizer
-    there = lambda x: to_host(filled(x)) if x.sharding.memory_kind == "pinned_host" else jnp.zeros(x.shape, x.dtype)
+    on_host = lambda x: to_host(filled(jax.core.ShapedArray(x.shape, x.dtype)))
+    there = lambda x: on_host(x) if x.sharding.memory_kind == "pinned_host" else jnp.zeros(x.shape, x.dtype)
 
     def step(params, tokens):
         return made.step(State(jnp.int32(0), params, jax.tree.map(there, places)), tokens)

@@ -131,6 +131,8 @@ def train(config: Config) -> int:
     config = with_plan(config, mesh)
     source = data.open_data(config, *process_block(batch_sharding(mesh), (config.train.batch_size, 1)))
     check_same(source.fingerprint, "what is found at data.path, or data.tokenizer,")
+    made = program(config, mesh, source.end)
+    say(budget.summary(config, made))
     with checkpoints.open_manager(out) as manager:
         last = manager.latest_step() or 0
         if last:
@@ -138,7 +140,13 @@ def train(config: Config) -> int:
         if last >= steps:
             say(f"{out} is finished, at step {last} of {steps}")
             return 0
-        made, compiled = compile_step(config, mesh, source.end)
+        compiled, fits = compile_step(made)
+        if not fits and config.train.optimizer_on_host == "auto" and config.train.virtual_stages == 1:
+            say("so the optimizer's state goes to the host")
+            config = with_optimizer(config, on_host=True)
+            made = program(config, mesh, source.end)
+            say(budget.summary(config, made))
+            compiled, _ = compile_step(made)
         if config.train.verify and not last:
             verify(program(with_optimizer(config, on_host=False), mesh, source.end))  # what is claimed of residuals
         state = checkpoints.resume(manager, config, made, source)
@@ -170,28 +178,20 @@ def lowered_step(made: Program, options: dict[str, Any]) -> jax.stages.Lowered:
     return step.lower(made.state, made.tokens)
 
 
-def compile_step(config: Config, mesh: Mesh, end: int) -> tuple[Program, jax.stages.Compiled]:
-    """Compile the training step, and print what it needs. `auto` puts the optimizer on the host if it needs too much.
-
-    Raises:
-      UserError: its policy does not fit the model, or the pinned host pool does not hold what is on the host.
-    """
-    made = program(config, mesh, end)
-    say(budget.summary(config, made))
+def compile_step(made: Program) -> tuple[jax.stages.Compiled, bool]:
+    """Compile the training step, and print what it needs; return it, and whether a device has so much."""
     compiled = lowered_step(made, jaxoffload.compiler_options()).compile()
     if (plan := proof.memory_plan(compiled)) is None:
-        return made, compiled
+        return compiled, True
     outputs = plan.output_size_in_bytes - plan.alias_size_in_bytes
-    need = plan.argument_size_in_bytes + outputs + plan.temp_size_in_bytes
+    device = plan.argument_size_in_bytes + outputs + plan.temp_size_in_bytes
     host = plan.host_argument_size_in_bytes + plan.host_temp_size_in_bytes
     where = f" on each device, and {budget.in_mib(host)} of host memory" if host else " on each device"
-    say(f"the compiled step needs {budget.in_mib(need)}{where}")
-    limit = metrics.memory_limit(mesh.local_devices[0])
-    check_same(need <= limit, "whether the step fits on the device")
-    if need <= limit or config.train.optimizer_on_host != "auto" or config.train.virtual_stages > 1:
-        return made, compiled
-    say(f"each device has {budget.in_mib(limit)}: the optimizer's state goes to the host")
-    return compile_step(with_optimizer(config, on_host=True), mesh, end)
+    say(f"the compiled step needs {budget.in_mib(device)}{where}")
+    if device > (limit := metrics.memory_limit(made.tokens.sharding.mesh.local_devices[0])):
+        say(f"a device has {budget.in_mib(limit)}")
+    check_same(device <= limit, "whether the step fits on a device")
+    return compiled, device <= limit
 
 
 def with_optimizer(config: Config, on_host: bool) -> Config:

@@ -346,7 +346,7 @@ def test_a_run_goes_on_with_its_optimizer_elsewhere_and_ends_with_the_same_bits(
     monkeypatch.setattr(jaxoffload, "compiler_options", exact_options)
     assert run(tmp_path / "auto", "auto") == 0
     said = capsys.readouterr().out
-    assert "each device has 0.0 MiB: the optimizer's state goes to the host" in said
+    assert "a device has 0.0 MiB\nso the optimizer's state goes to the host" in said
     shutil.copytree(tmp_path / "auto", tmp_path / "false", ignore=shutil.ignore_patterns("4"))
     assert run(tmp_path / "false", "false") == 0
     assert "its checkpoint at step 2" in capsys.readouterr().out
@@ -385,7 +385,7 @@ class Reached(Exception):
 def test_a_shipped_config_runs_on_its_own_data_up_to_its_compilation(path, tmp_path, monkeypatch):
     """On a mesh without devices, of which no machine here has as many."""
 
-    def compile_step(config, mesh, end):
+    def compile_step(made):
         raise Reached
 
     monkeypatch.setattr(train, "make_mesh", abstract_mesh)

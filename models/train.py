@@ -143,12 +143,12 @@ def train(config: Config) -> int:
         compiled, fits = compile_step(made)
         if not fits and config.train.optimizer_on_host == "auto" and config.train.virtual_stages == 1:
             say("so the optimizer's state goes to the host")
-            config = with_optimizer(config, on_host=True)
+            config = replace(config, train=replace(config.train, optimizer_on_host=True))
             made = program(config, mesh, source.end)
             say(budget.summary(config, made))
             compiled, _ = compile_step(made)
         if config.train.verify and not last:
-            verify(program(with_optimizer(config, on_host=False), mesh, source.end))  # what is claimed of residuals
+            verify(made)
         state = checkpoints.resume(manager, config, made, source)
         say(f"continuing {out} from its checkpoint at step {last}" if last else f"metrics and checkpoints go to {out}")
         return loop(config, made, compiled, source, manager, state)
@@ -192,10 +192,6 @@ def compile_step(made: Program) -> tuple[jax.stages.Compiled, bool]:
         say(f"a device has {budget.in_mib(limit)}")
     check_same(device <= limit, "whether the step fits on a device")
     return compiled, device <= limit
-
-
-def with_optimizer(config: Config, on_host: bool) -> Config:
-    return replace(config, train=replace(config.train, optimizer_on_host=on_host))
 
 
 def verify(made: Program) -> None:

@@ -6,6 +6,7 @@ from pathlib import Path
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 
 import jaxoffload
 from jaxoffload import Schedule, proof
@@ -53,6 +54,7 @@ def summary(config: Config, made: Program) -> str:
         share = lambda row: times / schedule.chunks if row.layers > 1 else times if row.names else 1
         return sum(row.bytes_per_device * share(row) for row in rows)
 
+    in_float32 = jax.tree.map(lambda x: x.update(dtype=jnp.float32), made.state.params)  # several are summed so
     count = sum(math.prod(leaf.shape) for leaf in jax.tree.leaves(made.state.params))
     lines = [f"{count:,} parameters, {flops_per_token(config.model, train.seq_len) / 1e9:.3g} GFLOP per token"]
     if stages > 1:
@@ -66,14 +68,16 @@ def summary(config: Config, made: Program) -> str:
         lines += [f"{schedule.microbatches} microbatches {how}; the table is of one"]
     sizes = {
         "parameters": device_bytes(made.state.params),
-        "gradients": device_bytes(made.state.params),
-        "optimizer": device_bytes(made.state.optimizer),
+        "gradients": device_bytes(made.state.params if schedule.microbatches == 1 else in_float32),
+        "optimizer on the device": device_bytes(made.state.optimizer),
+        "optimizer on the host": device_bytes(made.state.optimizer, "pinned_host"),
         "residuals on the device": at_once("saved"),
         "residuals on the host": at_once("offloaded"),
     }
-    return "\n".join(
-        [*lines, str(table), *(f"{name:24} {in_mib(size):>14} per device" for name, size in sizes.items())]
-    )
+    lines += [str(table), *(f"{name:24} {in_mib(size):>14} per device" for name, size in sizes.items())]
+    if (pinned := (sizes["optimizer on the host"] + sizes["residuals on the host"]) / 2**30) > 1:
+        lines += [f"starting takes about {pinned:.0f} s longer, in which host memory is pinned, once"]
+    return "\n".join(lines)
 
 
 def of_one_stage(config: Config) -> Program:
@@ -83,9 +87,9 @@ def of_one_stage(config: Config) -> Program:
     return program(replace(config, remat=remat, mesh=mesh, train=train), abstract_mesh(mesh))
 
 
-def device_bytes(tree: Any) -> int:
-    """Return the bytes on each device of abstract values with shardings."""
-    leaves = jax.tree.leaves(tree)
+def device_bytes(tree: Any, memory: str = "device") -> int:
+    """Return the bytes of each device's part of abstract values with shardings, of those in this memory."""
+    leaves = [leaf for leaf in jax.tree.leaves(tree) if (leaf.sharding.memory_kind or "device") == memory]
     return sum(math.prod(leaf.sharding.shard_shape(leaf.shape)) * leaf.dtype.itemsize for leaf in leaves)
 
 
@@ -102,8 +106,8 @@ def planned(config: Config, mesh: AnyMesh) -> tuple[Config, jaxoffload.Plan | No
     remat = config.remat
     if remat.budget is None:
         return config, None
-    made = program(config, mesh)
     budget, host_budget = (None if size == "auto" else size for size in (remat.budget, remat.host_budget))
     how: dict[str, Any] = {"budget": budget, "host_budget": host_budget, "machine": remat.machine}
+    made = program(config, mesh)
     plan = jaxoffload.plan(made.step, made.state, made.tokens, fixed=remat.fixed, **how)
     return replace(config, remat=replace(remat, **asdict(plan.policy))), plan

@@ -1,5 +1,8 @@
 """Checkpoints: the training state, the position in the data and the config, written in the background by orbax.
 
+They do not depend on the mesh, nor on where the optimizer is. float32 parameters, and the two halves that bfloat16
+ones have of their masters, are read as either, all bits.
+
 Orbax names a checkpoint by its step once it is whole, so a run that is killed, or whose disk is full, leaves the one
 before. The array formats that it writes (0.12.8) have no checksums of the values: so a checkpoint has one of each
 array, which no mesh changes.
@@ -9,6 +12,7 @@ import contextlib
 import json
 import zlib
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -16,43 +20,51 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import orbax.checkpoint as ocp
-from jax.sharding import NamedSharding, PartitionSpec
+from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from models.config import Config, ConfigError, flat, nearest
 from models.data import Source
 from models.sharding import batch_sharding
-from models.step import Program, State, shardings_of
+from models.step import Program, State, program, shardings_of
 
 FORMAT = 2  # 0.1 wrote none
 
 # With another of these, the state would not fit the model, or the position would mean other batches.
-_FIXED = ("data.text_field", "data.valid_fraction", "train.batch_size", "train.seq_len", "train.seed")
+_FIXED = {"data.text_field", "data.valid_fraction", "train.batch_size", "train.seq_len", "train.seed"}
+_FIXED |= {"train.state_dtype"}
 # All others in `model` are fixed, too. The weights mean the same with another of these.
-FREE = ("attention", "dtype", "grouped", "quantize", "capacity", "aux_loss", "z_loss")
+FREE = ("attention", "dtype", "param_dtype", "grouped", "quantize", "capacity", "aux_loss", "z_loss")
 
 
 @contextlib.contextmanager
 def open_manager(out: str | Path) -> Iterator[ocp.CheckpointManager]:
     """Open orbax's manager of the checkpoints in `train.out`, which keeps the last two."""
     options = ocp.CheckpointManagerOptions(max_to_keep=2, cleanup_tmp_directories=True)
-    with ocp.CheckpointManager((Path(out) / "checkpoints").absolute(), options=options) as manager:
+    # The pinned pool is of a size for the step alone. And the host may have no room to read all at once.
+    handler = ocp.PyTreeCheckpointHandler(enable_pinned_host_transfer=False, restore_concurrent_gb=8)
+    handlers = {"state": handler, "origin": ocp.JsonCheckpointHandler()}
+    folder = (Path(out) / "checkpoints").absolute()
+    with ocp.CheckpointManager(folder, options=options, item_handlers=handlers) as manager:
         yield manager
 
 
 def save(manager: ocp.CheckpointManager, step: int, state: State, config: Config, source: Source | None) -> None:
     """Copy the state out of the device and return; the files are written in the background.
 
-    `source` is None at step 0, where there are parameters only.
+    State on the host is not copied, and written before this returns. `source` is None at step 0, where there are
+    parameters only.
     """
-    tree: dict[str, Any] = {"params": state.params}
+    tree = _params_of(state)
     about = {"format": FORMAT, "step": step, "config": flat(config), "data": source and source.fingerprint}
     if source is not None:
         sharding = batch_sharding(state.step.sharding.mesh)  # type: ignore[attr-defined]
         position = jax.make_array_from_process_local_data(sharding, source.batches.get_state())
-        tree |= {"step": state.step, "optimizer": state.optimizer, "position": position}
+        tree |= {"step": state.step, "optimizer": state.optimizer.inner, "position": position}
     about["sums"] = sums(tree)
     about["crc32"] = _crc32(about)
     manager.save(step, args=ocp.args.Composite(state=ocp.args.PyTreeSave(tree), origin=ocp.args.JsonSave(about)))
+    if any(leaf.sharding.memory_kind == "pinned_host" for leaf in jax.tree.leaves(tree)):
+        manager.wait_until_finished()
 
 
 def resume(manager: ocp.CheckpointManager, config: Config, made: Program, source: Source) -> State:
@@ -63,20 +75,57 @@ def resume(manager: ocp.CheckpointManager, config: Config, made: Program, source
     Raises:
       ConfigError: the last checkpoint is damaged, or has another model or other data.
     """
-    step = manager.latest_step()
+    step, init = manager.latest_step(), jax.jit(made.init, out_shardings=shardings_of(made.state))
+    if step is None:
+        return init()
+    wanted = checked(manager, step, config, made.tokens.sharding.mesh, source if step else None)
+    tree = restore(manager, step, wanted)
+    params, remainders = converted(tree, made.state)
     if not step:
-        state = jax.jit(made.init, out_shardings=shardings_of(made.state))()
-        if step is None:
-            return state
-        params = {"params": made.state.params}
-        refuse_changes(manager, step, params, config)
-        return state._replace(**restore(manager, step, params))
-    refuse_changes(manager, step, made.state._asdict(), config, source)
-    position = jax.ShapeDtypeStruct((config.train.batch_size, 2), jnp.int32, sharding=made.tokens.sharding)
-    tree = restore(manager, step, made.state._asdict() | {"position": position})
-    rows = {shard.index[0].start or 0: np.asarray(shard.data) for shard in tree.pop("position").addressable_shards}
+        state = init()
+        return state._replace(params=params, optimizer=state.optimizer._replace(remainders=remainders))
+    rows = {shard.index[0].start or 0: np.asarray(shard.data) for shard in tree["position"].addressable_shards}
     source.batches.set_state(np.concatenate([rows[first] for first in sorted(rows)]))
-    return State(**tree)
+    return State(tree["step"], params, type(made.state.optimizer)(tree["optimizer"], remainders))
+
+
+def _params_of(state: State) -> dict[str, Any]:
+    remainders = state.optimizer.remainders
+    return {"params": state.params} | ({} if remainders is None else {"remainders": remainders})
+
+
+def converted(tree: dict[str, Any], like: State) -> tuple[Any, Any]:
+    """Return the parameters and remainders of a checkpoint as those of `like`, bit for bit; `tree` is used up."""
+
+    def convert(to: Any, rest: Any, weight: jax.Array, remainder: jax.Array | None) -> tuple[jax.Array, Any]:
+        if weight.dtype == to.dtype:
+            return weight, remainder
+        if remainder is None:
+            found = jax.jit(_split, out_shardings=(to.sharding, rest.sharding))(weight)
+        else:
+            found = jax.jit(_join, out_shardings=to.sharding)(weight, jax.device_put(remainder, to.sharding)), None
+        jax.block_until_ready(found)
+        weight.delete()  # one after another, so that a device never has two sets of them
+        return found
+
+    none = jax.tree.map(lambda _: None, like.params)
+    halves, rest = (tree["params"], tree.get("remainders", none)), like.optimizer.remainders
+    found = jax.tree.map(convert, like.params, none if rest is None else rest, *halves)
+    part = lambda n: jax.tree.map(lambda _, pair: pair[n], like.params, found)
+    return part(0), None if rest is None else part(1)
+
+
+def _split(master: jax.Array) -> tuple[jax.Array, jax.Array]:
+    """Return the bfloat16 weight of a float32 master and what it lacks, int16, as `host_optimizer` keeps them."""
+    bits = jax.lax.bitcast_convert_type(master, jnp.uint32)
+    upper = ((bits + 0x8000) >> 16).astype(jnp.uint16)
+    lower = (bits & 0xFFFF).astype(jnp.uint16)
+    return jax.lax.bitcast_convert_type(upper, jnp.bfloat16), jax.lax.bitcast_convert_type(lower, jnp.int16)
+
+
+def _join(weight: jax.Array, remainder: jax.Array) -> jax.Array:
+    upper = jax.lax.bitcast_convert_type(weight, jnp.uint16).astype(jnp.uint32) << 16
+    return jax.lax.bitcast_convert_type(upper + remainder.astype(jnp.uint32), jnp.float32)
 
 
 def restore(manager: ocp.CheckpointManager, step: int, wanted: dict[str, Any]) -> dict[str, Any]:
@@ -93,16 +142,23 @@ def restore(manager: ocp.CheckpointManager, step: int, wanted: dict[str, Any]) -
     return tree
 
 
-def refuse_changes(
-    manager: ocp.CheckpointManager, step: int, wanted: dict[str, Any], config: Config, source: Source | None = None
-) -> None:
-    """Raise ConfigError if a checkpoint is of another model, or of other data than `source` unless that is None.
+def checked(
+    manager: ocp.CheckpointManager, step: int, config: Config, mesh: Mesh, source: Source | None = None
+) -> dict[str, Any]:
+    """Return what `restore` reads, as it was written: parameters and, with a source, the state and the position.
 
-    `wanted`: the parts of it that will be restored; arrays that only one of both has are named.
+    Raises:
+      ConfigError: the checkpoint is of another model, or of other data than `source`; it names arrays that only one of
+        both has.
     """
     about = _read_origin(manager, step)
     before = flat(Config()) | about["config"]
-    wrong = []
+    as_before = replace(config, model=replace(config.model, param_dtype=before["model.param_dtype"]))
+    made, wrong = program(as_before, mesh), list[str]()
+    wanted = _params_of(made.state)
+    if source:
+        position = jax.ShapeDtypeStruct((config.train.batch_size, 2), jnp.int32, sharding=made.tokens.sharding)
+        wanted |= {"step": made.state.step, "optimizer": made.state.optimizer.inner, "position": position}
     for key, value in flat(config).items():
         section, _, name = key.partition(".")
         is_fixed = name not in FREE if section == "model" else source is not None and key in _FIXED
@@ -122,6 +178,7 @@ def refuse_changes(
         lines = [line for line in lines if line.startswith("params/")] or lines  # the optimizer's follow from these
         last = f"{manager.directory / str(step)} is of another program; name all as there, or give another train.out"
         raise ConfigError(*lines, last)
+    return wanted
 
 
 def _read_origin(manager: ocp.CheckpointManager, step: int) -> dict[str, Any]:
@@ -150,9 +207,10 @@ def _crc32(about: dict[str, Any]) -> int:
 def sums(tree: Any) -> dict[str, int]:
     """Return a checksum of each array, by its path."""
     leaves = jax.tree.leaves(tree)
-    everywhere = NamedSharding(leaves[0].sharding.mesh, PartitionSpec())
-    found = jax.jit(_sums, out_shardings=everywhere)(leaves)
-    return dict(zip(paths_of(tree), np.asarray(found).tolist(), strict=True))
+    of = jax.jit(_sum, out_shardings=NamedSharding(leaves[0].sharding.mesh, PartitionSpec()))
+    # One after another: those on the host come to the device for it.
+    found = [int(of(jax.device_put(leaf, jax.memory.Space.Device))) for leaf in leaves]
+    return dict(zip(paths_of(tree), found, strict=True))
 
 
 def paths_of(tree: Any) -> list[str]:
@@ -160,13 +218,9 @@ def paths_of(tree: Any) -> list[str]:
     return [jax.tree_util.keystr(path, simple=True, separator="/") for path in paths]
 
 
-def _sums(arrays: list[jax.Array]) -> jax.Array:
-    """Return, modulo 2^32, the sum of each array's words, each times an odd number that depends on its place."""
-
-    def sum_of(array: jax.Array) -> jax.Array:
-        words = jax.lax.bitcast_convert_type(array, f"uint{8 * array.dtype.itemsize}").astype(jnp.uint32)
-        places = [jax.lax.broadcasted_iota(jnp.uint32, words.shape, axis) for axis in range(words.ndim)]
-        place = sum((place * jnp.uint32(3**axis) for axis, place in enumerate(places)), start=jnp.uint32(0))
-        return jnp.sum(words * (2 * place + 1), dtype=jnp.uint32)
-
-    return jnp.stack([sum_of(array) for array in arrays])
+def _sum(array: jax.Array) -> jax.Array:
+    """Return, modulo 2^32, the sum of an array's words, each times an odd number that depends on its place."""
+    words = jax.lax.bitcast_convert_type(array, f"uint{8 * array.dtype.itemsize}").astype(jnp.uint32)
+    places = [jax.lax.broadcasted_iota(jnp.uint32, words.shape, axis) for axis in range(words.ndim)]
+    place = sum((place * jnp.uint32(3**axis) for axis, place in enumerate(places)), start=jnp.uint32(0))
+    return jnp.sum(words * (2 * place + 1), dtype=jnp.uint32)

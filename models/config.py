@@ -68,7 +68,9 @@ class Model(Experts):
     # GPUs: attn/context is then the output and the softmax statistics. If both are kept, the forward pass of attention
     # is not recomputed.
     attention: Literal["xla", "cudnn", "te"] = "xla"
-    dtype: Literal["bfloat16", "float32"] = "bfloat16"  # of the computation; parameters are float32
+    dtype: Literal["bfloat16", "float32"] = "bfloat16"  # of the computation
+    # Of all matrices but routers. bfloat16 ones have float32 masters: the optimizer holds the 16 bits that they lack.
+    param_dtype: Literal["float32", "bfloat16"] = "float32"
 
     @property
     def d_head(self) -> int:
@@ -131,6 +133,10 @@ class Train:
     beta2: float = 0.95
     weight_decay: float = 0.1  # of matrices; norms are not decayed
     clip_norm: float = 1.0  # greatest global norm of the gradient
+    state_dtype: Literal["float32", "bfloat16"] = "float32"  # in which AdamW's moments are stored
+    # AdamW's moments, and what masters have beyond bfloat16 weights, live in pinned host memory (docs/optimizer.md).
+    # auto: if a GPU cannot hold the step otherwise.
+    optimizer_on_host: bool | Literal["auto"] = "auto"
     seed: int = 0  # of the parameters and of the order of the data
     log_every: int = 10  # steps
     eval_every: int = 100  # steps
@@ -373,5 +379,7 @@ def _stages(config: Config) -> Iterator[str]:
     elif layers % chunks:
         product = f"mesh.stage * train.virtual_stages = {chunks}"
         yield f"{product}: must divide model.layers - model.dense_layers = {layers}"
+    if train.optimizer_on_host is True and train.virtual_stages > 1:
+        yield "train.optimizer_on_host = True: must be false where train.virtual_stages > 1; it streams layer by layer"
     if not train.interleave and mesh.stage > 1:
         yield f"train.interleave = False: must be true where mesh.stage = {mesh.stage}; stages interleave"

@@ -27,7 +27,6 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 import jax
-import jax.numpy as jnp
 import numpy as np
 import safetensors.numpy
 from flax import nnx
@@ -129,7 +128,8 @@ def import_weights(folder: Path, config: Config) -> None:
     """
     theirs, out = json.loads((folder / "config.json").read_text()), Path(config.train.out)
     check_model(theirs, config)
-    abstract, stored = on_one_device(config, 1), on_one_device(config, config.train.virtual_stages)
+    config = replace(config, model=replace(config.model, param_dtype="float32"))
+    abstract, stored = on_one_device(config, 1).params, on_one_device(config, config.train.virtual_stages)
     tensors, files = tensors_of(abstract, config.model, theirs["model_type"]), dict[str, Any]()
     for path in sorted(folder.glob("*.safetensors")):
         file = safetensors.safe_open(path, framework="numpy")
@@ -141,7 +141,7 @@ def import_weights(folder: Path, config: Config) -> None:
         read = lambda name: files[name].get_tensor(name)
         leaf = lambda path, like: jax.device_put(stack(*tensors[path_of(path)], like.shape, read), like.sharding)
         params = jax.tree_util.tree_map_with_path(leaf, abstract)
-        checkpoints.save(manager, 0, State(jnp.int32(0), regrouped(params, stored), ()), config, None)
+        checkpoints.save(manager, 0, stored._replace(params=regrouped(params, stored.params)), config, None)
         manager.wait_until_finished()
         shutil.copy(folder / "config.json", out / _IMPORTED)
     print(f"{folder} is now {out}/checkpoints/0; models.train begins with it")
@@ -160,13 +160,15 @@ def export_weights(config: Config, folder: Path, dtype: str) -> None:
     theirs["dtype" if "dtype" in theirs else "torch_dtype"] = dtype
     if folder.exists() and any(folder.iterdir()):
         raise ConfigError(f"{folder}: is not empty; give another folder")
-    abstract, stored = on_one_device(config, 1), on_one_device(config, config.train.virtual_stages)
+    config = replace(config, model=replace(config.model, param_dtype="float32"))
+    abstract, stored = on_one_device(config, 1).params, on_one_device(config, config.train.virtual_stages)
     with checkpoints.open_manager(out) as manager:
         if (step := manager.latest_step()) is None:
             raise ConfigError(f"train.out = {str(out)!r}: has no checkpoint")
-        wanted = {"params": stored}
-        checkpoints.refuse_changes(manager, step, wanted, config)
-        params = regrouped(checkpoints.restore(manager, step, wanted)["params"], abstract)
+        mesh = stored.step.sharding.mesh  # type: ignore[attr-defined]
+        wanted = checkpoints.checked(manager, step, config, mesh)
+        masters, _ = checkpoints.converted(checkpoints.restore(manager, step, wanted), stored)
+        params = regrouped(masters, abstract)
     folder.mkdir(parents=True, exist_ok=True)
     write_weights(folder, params, tensors_of(abstract, config.model, theirs["model_type"]), dtype)
     (folder / "config.json").write_text(json.dumps(theirs, indent=2))
@@ -175,10 +177,10 @@ def export_weights(config: Config, folder: Path, dtype: str) -> None:
     print(f"{out}/checkpoints/{step} is now {folder}")
 
 
-def on_one_device(config: Config, virtual_stages: int) -> nnx.State:
-    """Return the abstract parameters on one CPU device. Checkpoints do not depend on the mesh."""
+def on_one_device(config: Config, virtual_stages: int) -> State:
+    """Return the abstract state on one CPU device. Checkpoints do not depend on the mesh."""
     config = replace(config, mesh=Mesh(), train=replace(config.train, virtual_stages=virtual_stages))
-    return program(config, make_mesh(Mesh(), jax.devices("cpu")[:1])).state.params
+    return program(config, make_mesh(Mesh(), jax.devices("cpu")[:1])).state
 
 
 # ---- config.json ----

@@ -36,6 +36,11 @@ def mfu(flops_per_second: float, device_kind: str) -> float | None:
     return None if peak is None else flops_per_second / peak
 
 
+def memory_limit(device: jax.Device) -> float:
+    """Return the bytes that JAX may use of a device; infinity if the backend does not say."""
+    return (device.memory_stats() or {}).get("bytes_limit", math.inf)
+
+
 def peak_memory(device: jax.Device) -> dict[str, float | None]:
     """Return the peaks of a device's memory, if the backend measures it, and of this process's, with pinned memory."""
     on_device = (device.memory_stats() or {}).get("peak_bytes_in_use")

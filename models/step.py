@@ -12,6 +12,7 @@ from flax import nnx
 from jax.sharding import NamedSharding, PartitionSpec
 
 import jaxoffload
+from jaxoffload import Policy
 from models.config import Config, Train
 from models.moe import Balance
 from models.sharding import AnyMesh, batch_sharding, on_mesh, param_shardings
@@ -24,8 +25,8 @@ class State(NamedTuple):
     """What a training step takes and returns."""
 
     step: jax.Array  # () int32, steps taken
-    params: nnx.State  # float32
-    optimizer: optax.OptState
+    params: nnx.State  # float32, or the matrices in `model.param_dtype`
+    optimizer: Any  # what `host_optimizer` keeps: `inner`, AdamW's, and `remainders`, what masters have beyond weights
 
 
 class Program(NamedTuple):
@@ -42,17 +43,24 @@ class Program(NamedTuple):
 
 def program(config: Config, mesh: AnyMesh, end: int = 0) -> Program:
     """Return the program of a config on a mesh; allocates nothing. `end`: the token that ends a document."""
-    train, optimizer = config.train, adamw(config.train)
-    border = end if config.data.document_mask else None
+    train, border = config.train, end if config.data.document_mask else None
 
     def make(groups: int = 1) -> Transformer:
         return Transformer(config.model, nnx.Rngs(params=jax.random.key(train.seed)), groups)
 
+    def first_params() -> nnx.State:
+        return in_dtype(nnx.state(make(train.virtual_stages)), config.model.param_dtype)
+
     def init() -> State:
-        params = nnx.state(make(train.virtual_stages))
+        params = first_params()
         return State(jnp.int32(0), params, optimizer.init(params))
 
     graph, in_order = nnx.split(nnx.eval_shape(make))
+    abstract = jax.eval_shape(first_params)
+    abstract = sharded(abstract, param_shardings(abstract, mesh))
+    optimizer = optimizer_of(config, shardings_of(abstract))
+    step_number = jax.ShapeDtypeStruct((), jnp.int32, sharding=NamedSharding(mesh, PartitionSpec()))
+    moments = sharded(jax.eval_shape(optimizer.first_state, abstract), optimizer.state_shardings(abstract))
 
     def loss(params: nnx.State, tokens_BxS1: jax.Array) -> tuple[jax.Array, Aux]:
         model = nnx.merge(graph, regrouped(params, in_order))
@@ -60,10 +68,10 @@ def program(config: Config, mesh: AnyMesh, end: int = 0) -> Program:
 
     def step(state: State, tokens_BxS1: jax.Array) -> tuple[State, dict[str, jax.Array]]:
         tokens_AxMxS1 = microbatches(tokens_BxS1, train.grad_accumulation)
-        (mean_loss, balance), gradients = mean_gradients(config, loss)(state.params, tokens_AxMxS1)
-        updates, moments = optimizer.update(gradients, state.optimizer, state.params)
-        params = optax.apply_updates(state.params, updates)
-        return State(state.step + 1, params, moments), _metrics(mean_loss, gradients, balance)
+        aux, sums = summed_gradients(config, loss)(state.params, tokens_AxMxS1)
+        params, moments = optimizer.apply(sums, state.params, state.optimizer)
+        count = train.grad_accumulation
+        return State(state.step + 1, params, moments), _metrics(mean(aux, count), mean(sums, count))
 
     def evaluate(params: nnx.State, tokens_BxS1: jax.Array) -> jax.Array:
         cross_entropy = jaxoffload.evaluate(lambda *args: loss(*args)[1][0], **stages_of(config))
@@ -78,29 +86,29 @@ def program(config: Config, mesh: AnyMesh, end: int = 0) -> Program:
         on_mesh(mesh, step),
         on_mesh(mesh, lambda params, tokens: loss(params, tokens)[0]),
         on_mesh(mesh, evaluate),
-        with_shardings(jax.eval_shape(init), optimizer, mesh),
+        State(step_number, abstract, moments),  # type: ignore[arg-type]
         tokens(train.batch_size),
         tokens(train.batch_size // train.grad_accumulation),
     )
 
 
-def mean_gradients(
+def summed_gradients(
     config: Config, loss: Callable[[nnx.State, jax.Array], tuple[jax.Array, Aux]]
 ) -> Callable[[nnx.State, jax.Array], tuple[Aux, nnx.State]]:
-    """Return (params, microbatches) -> the means of `Aux` and of the gradients over microbatches.
+    """Return (params, microbatches) -> the sums of `Aux` and of the gradients over microbatches, in float32.
 
     On pipeline stages, interleaved, or one microbatch after another, as the config says; the bits are the same where
     XLA rounds alike.
     """
 
     def interleaved(params: nnx.State, tokens_AxMxS1: jax.Array) -> tuple[Aux, nnx.State]:
-        derivative = jaxoffload.accumulate(loss, has_aux=True, **stages_of(config))
-        (_, aux_A), gradients = derivative(params, tokens_AxMxS1)
-        return mean(lambda aux: aux, aux_A), gradients
+        how = {"reduction": "sum", "sum_dtype": jnp.float32, **stages_of(config)}
+        (_, aux_A), gradients = jaxoffload.accumulate(loss, has_aux=True, **how)(params, tokens_AxMxS1)
+        return total(lambda aux: aux, aux_A), gradients
 
     def one_by_one(params: nnx.State, tokens_AxMxS1: jax.Array) -> tuple[Aux, nnx.State]:
         derivative = functools.partial(jax.value_and_grad(loss, has_aux=True), params)
-        (_, aux), gradients = mean(derivative, tokens_AxMxS1)
+        (_, aux), gradients = total(derivative, tokens_AxMxS1)
         return aux, gradients
 
     return interleaved if config.mesh.stage > 1 or may_interleave(config.train) else one_by_one
@@ -116,13 +124,14 @@ def stages_of(config: Config) -> dict[str, Any]:
     return {"stages": "stage", "virtual_stages": config.train.virtual_stages} if config.mesh.stage > 1 else {}
 
 
-def _metrics(loss: jax.Array, gradients: nnx.State, balance: Balance | None) -> dict[str, jax.Array]:
+def _metrics(aux: Aux, gradients: nnx.State) -> dict[str, jax.Array]:
     """Return the metrics of a step, each () float32.
 
     loss is the cross-entropy. With experts there are also aux_loss and z_loss, without their weights; expert_load, the
     greatest load of an expert over the even load; and dropped, the share of rows dropped.
     """
-    metrics = {"loss": loss, "grad_norm": optax.tree.norm(gradients)}
+    loss, balance = aux
+    metrics = {"loss": loss, "grad_norm": optax.tree.norm(optax.tree.cast(gradients, jnp.float32))}
     if balance is not None:
         metrics |= {
             "aux_loss": jnp.mean(balance.aux),
@@ -146,6 +155,21 @@ def adamw(train: Train) -> optax.GradientTransformation:
     )
 
 
+def optimizer_of(config: Config, shardings: nnx.State) -> Any:
+    """Return `adamw` with its state on the device or, if `train.optimizer_on_host`, the large arrays of it on the host.
+
+    The settings of where and how it is stored change no bit of what it computes, except `train.state_dtype`.
+    """
+    on_host = config.train.optimizer_on_host is True
+    policy = Policy(default="offload" if on_host else "save", min_offload_bytes=config.remat.min_offload_bytes)
+    masters, stored = config.model.param_dtype == "bfloat16", config.train.state_dtype
+    how: dict[str, Any] = {"shardings": shardings, "masters": masters, "state_dtype": stored}
+    inner, count = adamw(config.train), config.train.grad_accumulation
+    # Of sums, divided here: block by block, where the means would be a second set of gradients.
+    update = lambda sums, state, params: inner.update(mean(sums, count), state, params)
+    return jaxoffload.host_optimizer(optax.GradientTransformation(inner.init, update), policy=policy, **how)
+
+
 def learning_rate(train: Train) -> optax.Schedule:
     """Return the learning rate by steps taken: linear from zero to the peak, then a cosine down to its final fraction.
 
@@ -164,15 +188,19 @@ def microbatches(tokens_BxS1: jax.Array, count: int) -> jax.Array:
     return jnp.swapaxes(tokens_BxS1.reshape(B // count, count, S1), 0, 1)
 
 
-def mean[X, T](f: Callable[[X], T], xs_A: X) -> T:
-    """Return the mean of f over the leading axis of the leaves of `xs_A`, computed and added one after another."""
+def mean[T](sums: T, count: int) -> T:
+    return jax.tree.map(lambda x: x / count, sums) if count > 1 else sums
+
+
+def total[X, T](f: Callable[[X], T], xs_A: X) -> T:
+    """Return the sum of f over the leading axis of the leaves of `xs_A`, one after another, added in float32."""
     count = len(jax.tree.leaves(xs_A)[0])
     first = jax.tree.map(lambda x: x[0], xs_A)
     if count == 1:
         return f(first)
-    zeros = jax.tree.map(lambda x: jnp.zeros(x.shape, x.dtype), jax.eval_shape(f, first))
-    total, _ = jax.lax.scan(lambda total, x: (jax.tree.map(jnp.add, total, f(x)), None), zeros, xs_A)
-    return jax.tree.map(lambda x: x / count, total)
+    zeros = jax.tree.map(lambda x: jnp.zeros(x.shape, jnp.float32), jax.eval_shape(f, first))
+    sums, _ = jax.lax.scan(lambda sums, x: (jax.tree.map(jnp.add, sums, f(x)), None), zeros, xs_A)
+    return sums
 
 
 def regrouped[T](tree: T, like: T) -> T:
@@ -180,14 +208,16 @@ def regrouped[T](tree: T, like: T) -> T:
     return jax.tree.map(lambda x, y: x.reshape(y.shape), tree, like)
 
 
-def with_shardings(state: State, optimizer: optax.GradientTransformation, mesh: AnyMesh) -> State:
-    """Return an abstract state with a sharding for each leaf; an optimizer's moments are where their parameters are."""
-    params, replicated = param_shardings(state.params, mesh), NamedSharding(mesh, PartitionSpec())
-    moments = optax.tree.map_params(
-        optimizer, lambda _, where: where, state.optimizer, params, transform_non_params=lambda _: replicated
-    )
-    place = lambda leaf, where: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=where)
-    return jax.tree.map(place, state, State(replicated, params, moments))  # type: ignore[arg-type]
+def in_dtype(params: nnx.State, dtype: str) -> nnx.State:
+    """Return float32 parameters with the matrices in a dtype; norms, and routers, which choose, stay as they are."""
+    is_param = lambda leaf: isinstance(leaf, nnx.Param)
+    rounds = lambda param: len(param.axes) > 1 and "router" not in param.axes
+    cast = lambda param: param.replace(param[...].astype(dtype)) if rounds(param) else param
+    return jax.tree.map(cast, params, is_leaf=is_param)
+
+
+def sharded(abstract: Any, shardings: Any) -> Any:
+    return jax.tree.map(lambda x, where: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=where), abstract, shardings)
 
 
 def shardings_of(abstract: Any) -> Any:

@@ -13,7 +13,7 @@ import sys
 import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import asdict, astuple
+from dataclasses import asdict, astuple, replace
 from pathlib import Path
 from typing import Any
 
@@ -46,6 +46,9 @@ keys, with their meanings and defaults.
 exit codes: 0 finished; 2 the config cannot run; 143 stopped by SIGTERM, with a checkpoint; 1 any other error"""
 
 
+_DRIVER = Path("/proc/driver/nvidia/gpus")  # has a folder for each GPU of the machine
+
+
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run the program with these arguments (None: the command line), and return the exit code."""
     parser = argparse.ArgumentParser(
@@ -60,6 +63,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         if options.report:
             print(budget.report(config))
             return 0
+        limit_pinned_memory()
         join(config.distributed)
         import_te(config.model)
         return train(config)
@@ -77,6 +81,17 @@ def join(distributed: Distributed) -> None:
     if launched or distributed.coordinator:
         # After an error a process waits for the others, before it leaves: they may wait for it in a collective.
         jax.distributed.initialize(*astuple(distributed), shutdown_timeout_seconds=60)  # type: ignore[misc]
+
+
+def limit_pinned_memory() -> None:
+    """Let XLA pin up to three quarters of the machine's memory for its GPUs, unless the environment has a limit.
+
+    XLA's own is 64 GiB for each GPU, too little for the state of a large model. Of more than a machine has, the kernel
+    ends the process, without a message. XLA reads it when JAX finds the GPUs.
+    """
+    if gpus := len([*_DRIVER.glob("*")]):
+        memory = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+        os.environ.setdefault("XLA_PJRT_GPU_HOST_MEMORY_LIMIT_GB", str(max(1, 3 * memory // 4 // gpus // 2**30)))
 
 
 def import_te(model: Model) -> None:
@@ -121,11 +136,17 @@ def train(config: Config) -> int:
     with checkpoints.open_manager(out) as manager:
         last = manager.latest_step() or 0
         if last:
-            checkpoints.refuse_changes(manager, last, made.state._asdict(), config, source)
+            checkpoints.checked(manager, last, config, mesh, source)
         if last >= steps:
             say(f"{out} is finished, at step {last} of {steps}")
             return 0
-        compiled = compile_step(made)
+        compiled, fits = compile_step(made)
+        if not fits and config.train.optimizer_on_host == "auto" and config.train.virtual_stages == 1:
+            say("so the optimizer's state goes to the host")
+            config = replace(config, train=replace(config.train, optimizer_on_host=True))
+            made = program(config, mesh, source.end)
+            say(budget.summary(config, made))
+            compiled, _ = compile_step(made)
         if config.train.verify and not last:
             verify(made)
         state = checkpoints.resume(manager, config, made, source)
@@ -157,16 +178,20 @@ def lowered_step(made: Program, options: dict[str, Any]) -> jax.stages.Lowered:
     return step.lower(made.state, made.tokens)
 
 
-def compile_step(made: Program) -> jax.stages.Compiled:
-    """Compile the training step, and print what it needs."""
+def compile_step(made: Program) -> tuple[jax.stages.Compiled, bool]:
+    """Compile the training step, and print what it needs; return it, and whether a device has so much."""
     compiled = lowered_step(made, jaxoffload.compiler_options()).compile()
-    if plan := proof.memory_plan(compiled):
-        outputs = plan.output_size_in_bytes - plan.alias_size_in_bytes
-        device = budget.in_mib(plan.argument_size_in_bytes + outputs + plan.temp_size_in_bytes)
-        host = plan.host_argument_size_in_bytes + plan.host_temp_size_in_bytes
-        where = f" on each device, and {budget.in_mib(host)} of host memory" if host else " on each device"
-        say(f"the compiled step needs {device}{where}")
-    return compiled
+    if (plan := proof.memory_plan(compiled)) is None:
+        return compiled, True
+    outputs = plan.output_size_in_bytes - plan.alias_size_in_bytes
+    device = plan.argument_size_in_bytes + outputs + plan.temp_size_in_bytes
+    host = plan.host_argument_size_in_bytes + plan.host_temp_size_in_bytes
+    where = f" on each device, and {budget.in_mib(host)} of host memory" if host else " on each device"
+    say(f"the compiled step needs {budget.in_mib(device)}{where}")
+    if device > (limit := metrics.memory_limit(made.tokens.sharding.mesh.local_devices[0])):
+        say(f"a device has {budget.in_mib(limit)}")
+    check_same(device <= limit, "whether the step fits on a device")
+    return compiled, device <= limit
 
 
 def verify(made: Program) -> None:

@@ -194,7 +194,9 @@ class Transformer(nnx.Module):
         of a document need not begin at 0, because RoPE's scores depend on differences of positions only.
         """
         config = self.config
-        x_BxSxD = constrain(self.embedding_VxD[tokens_BxS].astype(config.dtype), "layer_input")
+        # In float32 the gradients of a token's many places are summed.
+        x_BxSxD = self.embedding_VxD.astype(jnp.float32)[tokens_BxS].astype(config.dtype)
+        x_BxSxD = constrain(x_BxSxD, "layer_input")
         rotation = rotations(tokens_BxS.shape[1], config.d_head, config.rope_theta, config.rope_scaling)
         documents_BxS = None if end is None else jnp.cumsum(tokens_BxS == end, axis=1, dtype=jnp.int32)
 

@@ -82,6 +82,33 @@ def test_what_was_saved_comes_back_on_any_mesh_with_the_next_batch(written, conf
     assert not np.array_equal(batch, batches[3])
 
 
+@pytest.mark.claim("either-dtype")
+@pytest.mark.parametrize("before, after", [("float32", "bfloat16"), ("bfloat16", "float32")])
+def test_a_run_goes_on_with_weights_of_another_dtype_and_loses_no_bit(config, tmp_path, before, after):
+    """And with its optimizer elsewhere. There and back again, all is as it was."""
+    config = replace(config, remat=replace(config.remat, min_offload_bytes=0))
+    settings = {
+        name: replace(
+            config, model=replace(TINY, param_dtype=name), train=replace(config.train, optimizer_on_host=name == after)
+        )
+        for name in (before, after)
+    }
+    first = drawn(opened(settings[before])[0], 1)
+    for step, name in enumerate((before, after), start=1):
+        made, source = opened(settings[name])
+        next(source.batches)
+        with checkpoints.open_manager(tmp_path) as manager:
+            state = checkpoints.resume(manager, settings[name], made, source) if step > 1 else first
+            assert shardings_of(state) == shardings_of(made.state)
+            checkpoints.save(manager, step, state, settings[name], source)
+    again, _ = resumed(tmp_path, settings[before])
+    assert {leaf.dtype.name for leaf in jax.tree.leaves(state.params)} == {after, "float32"}
+    jax.tree.map(np.testing.assert_array_equal, again, first)
+    wide, narrow = (first, state) if before == "float32" else (state, first)
+    for weight, master in zip(jax.tree.leaves(narrow.params), jax.tree.leaves(wide.params), strict=True):
+        np.testing.assert_allclose(np.asarray(weight, np.float32), master, rtol=2**-8)
+
+
 def flip(file: Path) -> None:
     content = bytearray(file.read_bytes())
     content[random.Random(file.name).randrange(len(content))] ^= 1 << random.Random(0).randrange(8)

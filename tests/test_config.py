@@ -60,6 +60,10 @@ BAD_VALUES = {
     "mesh.stage=2; train.interleave=false": ("train.interleave = False: ", "must be true where mesh.stage = 2"),
     "mesh.stage=2; model.vocab_size=513": ("mesh.stage * mesh.tensor = 2: ", "must divide model.vocab_size = 513"),
     "train.virtual_stages=2": ("train.virtual_stages = 2: ", "must be 1 where mesh.stage = 1"),
+    "model.layers=4; mesh.stage=2; train.virtual_stages=2; train.optimizer_on_host=true": (
+        "train.optimizer_on_host = True: ",
+        "must be false",
+    ),
     "model.attention=te; data.document_mask=true": ("data.document_mask = True: ", "whose kernels limit documents"),
     # the policy
     "remat.residuals[fc1]=ofload": ("remat.residuals['fc1']: ", "the nearest is 'offload'"),

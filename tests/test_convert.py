@@ -15,7 +15,6 @@ from flax import nnx
 from models import checkpoints, convert, metrics, train
 from models.attention import rotations
 from models.config import Config, ConfigError, Model, load
-from models.step import State
 
 safetensors = pytest.importorskip("safetensors.numpy", reason="needs the extra `convert`")
 SHAPES = "vocab_size: 300, layers: 3, d_model: 32, heads: 4, kv_heads: 2, dtype: float32"
@@ -39,18 +38,18 @@ def written(folder: Path, model: str, *more: str) -> Path:
 def with_weights(path: Path, out: Path, step: int = 0) -> nnx.State:
     """Write a checkpoint with random parameters, and return them."""
     config = load(path, [f"train.out={out}"])
-    abstract = convert.on_one_device(config, 1)
+    state = convert.on_one_device(config, 1)
     draw = np.random.default_rng(0).standard_normal
-    params = jax.tree.map(lambda leaf: jax.device_put(draw(leaf.shape, np.float32) / 4, leaf.sharding), abstract)
+    params = jax.tree.map(lambda leaf: jax.device_put(draw(leaf.shape, np.float32) / 4, leaf.sharding), state.params)
     with checkpoints.open_manager(out) as manager:
-        checkpoints.save(manager, step, State(jnp.int32(step), params, ()), config, None)
+        checkpoints.save(manager, step, state._replace(params=params), config, None)
     return params
 
 
 def weights_of(config: Config) -> nnx.State:
     """Return the parameters of the checkpoint of step 0."""
     with checkpoints.open_manager(config.train.out) as manager:
-        return checkpoints.restore(manager, 0, {"params": convert.on_one_device(config, 1)})["params"]
+        return checkpoints.restore(manager, 0, {"params": convert.on_one_device(config, 1).params})["params"]
 
 
 def main(*arguments: object) -> int:
@@ -71,6 +70,24 @@ def test_there_and_back_every_bit_is_the_same(model, tmp_path):
     section = tmp_path / "section.yaml"
     section.write_text(f"{convert.model_section(tmp_path / 'theirs')}\n{TRAIN}\n")
     convert.check_model(json.loads((tmp_path / "theirs/config.json").read_text()), load(section))
+
+
+@pytest.mark.claim("converts")
+def test_masters_of_bfloat16_weights_are_imported_and_exported_bit_for_bit(tmp_path):
+    path, out = written(tmp_path, MODELS["mixtral"]), f"train.out={tmp_path / 'a'}"
+    params = with_weights(path, tmp_path / "a")
+    config = load(path, [out, "model.param_dtype=bfloat16"])
+    like = convert.on_one_device(config, 1)
+    with checkpoints.open_manager(tmp_path / "a") as manager:
+        wanted = checkpoints.checked(manager, 0, config, like.step.sharding.mesh)
+        weights, remainders = checkpoints.converted(checkpoints.restore(manager, 0, wanted), like)
+        assert {leaf.dtype.name for leaf in jax.tree.leaves(weights)} == {"bfloat16", "float32"}
+        state = like._replace(params=weights, optimizer=like.optimizer._replace(remainders=remainders))
+        checkpoints.save(manager, 1, state, config, None)
+    assert main("export", path, tmp_path / "theirs", out, "model.param_dtype=bfloat16") == 0
+    assert main("import", tmp_path / "theirs", path, f"train.out={tmp_path / 'b'}", "model.param_dtype=bfloat16") == 0
+    back = weights_of(load(path, [f"train.out={tmp_path / 'b'}"]))
+    jax.tree.map(np.testing.assert_array_equal, back, params)
 
 
 @pytest.mark.claim("converts")

@@ -56,6 +56,30 @@ def test_so_they_do_with_experts(sizes):
     assert_alike(EXPERTS, sizes, 4)
 
 
+@pytest.mark.slow
+@pytest.mark.claim("optimizer-elsewhere")
+@pytest.mark.parametrize(
+    "config, sizes, dtype, interleave",
+    [
+        (DENSE, Mesh(fsdp=2, tensor=2), "bfloat16", True),
+        (DENSE, Mesh(fsdp=2), "float32", False),
+        (EXPERTS, Mesh(fsdp=2, expert=2), "bfloat16", True),
+        (DENSE, Mesh(stage=2), "bfloat16", True),
+    ],
+    ids=["fsdp and tensor", "one after another", "experts", "stages"],
+)
+@pytest.mark.usefixtures("compiled_fast")
+def test_state_on_the_host_trains_as_on_the_device_on_any_mesh(config, sizes, dtype, interleave):
+    model = {"param_dtype": dtype, "layers": 4}
+    train = {"grad_accumulation": 2, "interleave": interleave}
+    made = [on(config, sizes, train=train | {"optimizer_on_host": where}, **model) for where in (True, False)]
+    for each, kinds in zip(made, ({"device", "pinned_host"}, {"device"}), strict=True):
+        assert {leaf.sharding.memory_kind for leaf in jax.tree.leaves(each.state)} == kinds
+    begin = jax.device_get(start(made[0]))
+    placed = [jax.device_put(begin, shardings_of(each.state)) for each in made]
+    assert_same_bits(*(after_steps(each, compiled(each), state) for each, state in zip(made, placed, strict=True)))
+
+
 @pytest.mark.parametrize(
     "interleave, microbatches, moved, interleaved",
     [

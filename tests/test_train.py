@@ -16,11 +16,13 @@ from pathlib import Path
 import jax
 import numpy as np
 import pytest
-from common import ROOT, fast_compiles, finish, inherited_flags, start, wait_for
+from common import ROOT, SHORT, fast_compiles, finish, inherited_flags, start, wait_for
 
+import jaxoffload
 from jaxoffload._engine.layers import passes
 from jaxoffload._jax import on_host
 from jaxoffload.grouped import te
+from jaxoffload.proof import exact_options
 from models import metrics, train
 from models.config import Config, Distributed, load
 from models.sharding import abstract_mesh
@@ -334,6 +336,41 @@ def test_a_step_that_is_not_what_is_claimed_is_not_trained(config, tmp_path, cap
     assert not (tmp_path / "wrong/metrics.jsonl").exists()
 
 
+@pytest.mark.claim("optimizer-elsewhere")
+def test_a_run_goes_on_with_its_optimizer_elsewhere_and_ends_with_the_same_bits(config, tmp_path, capsys, monkeypatch):
+    """`auto` finds that the step does not fit: on these devices nothing would."""
+    chosen = ("mesh.fsdp=8", *SHORT[1:], "train.steps=4", "model.param_dtype=bfloat16")
+    run = lambda out, where: train.main([str(config), *chosen, f"train.optimizer_on_host={where}", f"train.out={out}"])
+    monkeypatch.setattr(metrics, "memory_limit", lambda device: 1)
+    monkeypatch.setattr(jaxoffload, "compiler_options", exact_options)
+    assert run(tmp_path / "auto", "auto") == 0
+    said = capsys.readouterr().out
+    assert "a device has 0.0 MiB\nso the optimizer's state goes to the host" in said
+    shutil.copytree(tmp_path / "auto", tmp_path / "false", ignore=shutil.ignore_patterns("4"))
+    assert run(tmp_path / "false", "false") == 0
+    assert "its checkpoint at step 2" in capsys.readouterr().out
+    sums = lambda out: json.loads((tmp_path / out / "checkpoints/4/origin/metadata").read_text())["sums"]
+    assert sums("auto") == sums("false")
+    assert losses(tmp_path / "auto") == losses(tmp_path / "false")
+
+
+def test_the_pinned_pool_may_take_three_quarters_of_the_machine(tmp_path, monkeypatch):
+    pool = "XLA_PJRT_GPU_HOST_MEMORY_LIMIT_GB"
+    monkeypatch.setattr(train, "_DRIVER", tmp_path)
+    monkeypatch.setattr(os, "sysconf", {"SC_PAGE_SIZE": 4096, "SC_PHYS_PAGES": 128 * 2**18}.get)
+    monkeypatch.setenv(pool, "")
+    monkeypatch.delenv(pool)
+    train.limit_pinned_memory()
+    assert pool not in os.environ  # no GPUs
+    (tmp_path / "0").mkdir()
+    (tmp_path / "1").mkdir()
+    train.limit_pinned_memory()
+    assert os.environ[pool] == "48"
+    monkeypatch.setenv(pool, "7")
+    train.limit_pinned_memory()
+    assert os.environ[pool] == "7"
+
+
 # ---- the configs that are shipped, and the command line ----
 
 
@@ -361,6 +398,10 @@ def test_the_command_line_reports_and_explains(config, capsys):
     assert train.main([str(config), "--report", "train.batch_size=32", "mesh.fsdp=4"]) == 0
     said = capsys.readouterr().out
     assert "mlp/fc1.gate" in said and "float32[32,32,96]" in said and "per device" in said.splitlines()[-1]
+    assert train.main([f"{ROOT}/configs/llama3-8b-one-gpu.yaml", "--report"]) == 0
+    said = capsys.readouterr().out
+    assert "8,030,261,248 parameters" in said and "optimizer on the host 45,948.0 MiB" in " ".join(said.split())
+    assert said.splitlines()[-1].startswith("starting takes about 68 s longer")
     with pytest.raises(SystemExit) as left:
         train.main(["--help"])
     said = capsys.readouterr().out

@@ -153,7 +153,7 @@ if __name__ == "__main__":
     options = parse()
     bench.prepare(options.attention)
     options.bus_gb_s = round(bus(jax.devices()[:1], scale=1 if jax.default_backend() == "gpu" else 64).together, 2)
-    more = {"bus_gb_s": options.bus_gb_s, "shape": shape_of(options) | {"dtype": "bfloat16"}}
+    more = {"shape": shape_of(options) | {"dtype": "bfloat16"}, "bus_gb_s": options.bus_gb_s}
     result = bench.main("optimizer", options, groups, ratios, **more)
     bench.write(options, result | {"equal": equal(options)})
     print(table(result))

@@ -336,6 +336,7 @@ def test_a_step_that_is_not_what_is_claimed_is_not_trained(config, tmp_path, cap
     assert not (tmp_path / "wrong/metrics.jsonl").exists()
 
 
+@pytest.mark.slow
 @pytest.mark.claim("optimizer-elsewhere")
 def test_a_run_goes_on_with_its_optimizer_elsewhere_and_ends_with_the_same_bits(config, tmp_path, capsys, monkeypatch):
     """`auto` finds that the step does not fit: on these devices nothing would."""

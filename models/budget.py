@@ -69,13 +69,14 @@ def summary(config: Config, made: Program) -> str:
     sizes = {
         "parameters": device_bytes(made.state.params),
         "gradients": device_bytes(made.state.params if schedule.microbatches == 1 else in_float32),
-        "optimizer on the device": device_bytes(made.state.optimizer),
-        "optimizer on the host": device_bytes(made.state.optimizer, "pinned_host"),
+        "optimizer": device_bytes(made.state.optimizer),
         "residuals on the device": at_once("saved"),
         "residuals on the host": at_once("offloaded"),
     }
+    if state := device_bytes(made.state.optimizer, "pinned_host"):
+        sizes["optimizer on the host"] = state
     lines += [str(table), *(f"{name:24} {in_mib(size):>14} per device" for name, size in sizes.items())]
-    if (pinned := (sizes["optimizer on the host"] + sizes["residuals on the host"]) / 2**30) > 1:
+    if (pinned := (state + sizes["residuals on the host"]) / 2**30) > 1:
         lines += [f"starting takes about {pinned:.0f} s longer, in which host memory is pinned, once"]
     return "\n".join(lines)
 

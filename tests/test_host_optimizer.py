@@ -104,7 +104,7 @@ TRANSFORMATIONS = {
 
 # Every day one of several parts, and one for some arrays alone. Those like Adam are long.
 EVERY_DAY = ("adam, bfloat16 momentum, clipped by the norm of all, with a schedule", "adam for some")
-LIKE_ADAM = ("adamw", "lion", "momentum", "rmsprop", "amsgrad")
+LIKE_ADAM = ("adamw", "rmsprop", "amsgrad")
 marks_of = lambda name: () if name in EVERY_DAY else pytest.mark.long if name in LIKE_ADAM else pytest.mark.slow
 
 

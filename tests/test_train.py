@@ -336,10 +336,11 @@ def test_a_step_that_is_not_what_is_claimed_is_not_trained(config, tmp_path, cap
     assert not (tmp_path / "wrong/metrics.jsonl").exists()
 
 
+@pytest.mark.slow
 @pytest.mark.claim("optimizer-elsewhere")
 def test_a_run_goes_on_with_its_optimizer_elsewhere_and_ends_with_the_same_bits(config, tmp_path, capsys, monkeypatch):
     """`auto` finds that the step does not fit: on these devices nothing would."""
-    chosen = ("mesh.fsdp=8", *SHORT[1:], "train.steps=4", "model.param_dtype=bfloat16")
+    chosen = (*SHORT, "train.steps=4", "model.param_dtype=bfloat16")
     run = lambda out, where: train.main([str(config), *chosen, f"train.optimizer_on_host={where}", f"train.out={out}"])
     monkeypatch.setattr(metrics, "memory_limit", lambda device: 1)
     monkeypatch.setattr(jaxoffload, "compiler_options", exact_options)

@@ -190,7 +190,7 @@ class Policy:
         """Return a problem for each pattern that matches none of `names`."""
         names = sorted(set(names))
         unmatched = [p for p, _ in self.rules if not any(matches(p, n) for n in names)]
-        return [_unmatched(self.source(p), p, names) for p in unmatched]
+        return [_unmatched(self.source(p), p, names, listed=n == 0) for n, p in enumerate(unmatched)]
 
     def __call__(self, prim: Any, *avals: Any, **params: Any) -> Any:
         """Return JAX's verdict on the outputs of one equation, as its `policy=`."""
@@ -261,12 +261,15 @@ def _problem(field: str, why: str) -> Problem:
     return Problem(field, f"{field}: {why}")
 
 
-def _unmatched(source: str, pattern: str, names: list[str]) -> Problem:
+def _unmatched(source: str, pattern: str, names: list[str], listed: bool) -> Problem:
     why = "matches no tagged value"
     if not names:
         return _problem(source, f"{why}; the function tags nothing that the backward pass could use")
     near = nearest(pattern, [*names, *(n.rpartition("/")[2] for n in names)])
-    return _problem(source, f"{why}; the tagged names are {', '.join(names)}{near}")
+    if within := next((n for n in names if matches(f"**/{pattern}", n)), None):
+        near = f"; in all scopes it is {f'**/{pattern}'!r}, which matches {within}"
+    known = f"; the tagged names are {', '.join(names)}" if listed else ""
+    return _problem(source, why + known + near)
 
 
 def _choice(field: str, value: object, allowed: Iterable[str]) -> list[Problem]:

@@ -278,6 +278,15 @@ def test_rule_5_a_pattern_without_a_match_names_the_nearest():
     assert "residuals['fc1']" not in said
 
 
+def test_rule_5_a_pattern_that_a_scope_would_complete_says_so():
+    def local(x, w):
+        with scope("local"):
+            return two_scopes(x, w)
+
+    said = fails(under(local, {"attn/*": "save"}), X, W)
+    assert said.endswith("; in all scopes it is '**/attn/*', which matches local/attn/act")
+
+
 def test_rule_5_a_module_without_a_match_is_named():
     said = fails(under(two_scopes, offload_modules=["attn_proj", "core_attn"]), X, W).splitlines()
     assert [line.partition(":")[0] for line in said] == [
@@ -286,7 +295,8 @@ def test_rule_5_a_module_without_a_match_is_named():
         "offload_modules['core_attn'] -> 'attn/v'",
         "offload_modules['attn_proj', 'core_attn'] -> 'attn/context'",
     ]
-    assert all("matches no tagged value; the tagged names are attn/act, " in line for line in said)
+    listed = ["matches no tagged value; the tagged names are attn/act, " in line for line in said]
+    assert listed == [True, False, False, False] and all("matches no tagged value; " in line for line in said)
     assert "the nearest is 'attn/act'" in said[-1]
     loose = policy(offload_modules=["moe_act"])
     f = checkpoint(two_scopes, policy=loose, strict=False)

@@ -305,6 +305,10 @@ def test_processes_join_when_the_launcher_or_the_config_says_so(monkeypatch, env
         (["model.attention=cudnn", "model.dtype=bfloat16"], "model.attention = 'cudnn': needs NVIDIA GPUs"),
         (["model.experts=4", "model.d_expert=64", "model.grouped=te"], "backend 'te' needs TransformerEngine"),
         (["data.path=/nowhere/*.txt"], "data.path = '/nowhere/*.txt': "),
+        (
+            ["model.layers=2", "mesh.stage=2", "mesh.data=1", "train.grad_accumulation=2"],
+            "2 layers in 2 chunks of stages, of which one layer each offloads",
+        ),
     ],
 )
 def test_what_cannot_run_is_a_message_and_exit_code_2(config, tmp_path, capsys, overrides, said):

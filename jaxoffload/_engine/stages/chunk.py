@@ -7,7 +7,8 @@ from typing import Any, NamedTuple
 import jax
 from jax import lax
 
-from ..._policy import Policy
+from ..._errors import Problem
+from ..._policy import Policy, PolicyError
 from ..decide.plan import Override
 from ..host.limit import admitted
 from ..layers import passes
@@ -51,10 +52,9 @@ def chunk_loops(
     if wanted > 1 and offloaded == 1:  # for want of room
         offloaded = 0
     if offloaded == 1:
-        raise ValueError(
-            f"accumulate: stages: {params['length']} layers in {chunks} chunks, of which one layer each offloads: it "
-            "needs two or more; use fewer virtual stages, another offload_layers, or save"
-        )
+        of_chunks = f"{params['length']} layers in {chunks} chunks of stages, of which one layer each offloads"
+        why = f"{of_chunks}: a chunk needs two or more; use fewer stages, another offload_layers, or save"
+        raise PolicyError([Problem("offload_layers", f"offload_layers: {why}")])
     how = {"length": layers, "reverse": False, "unroll": params["unroll"]}
     loops = loops_of_layers(body, closed, policy, strict, offloaded=offloaded, **how)
     return replace(loops, segments=joined(loops.segments))

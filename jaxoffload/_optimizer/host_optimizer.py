@@ -18,9 +18,7 @@ from .._text import readable, short
 from .masters import join, split
 from .placement import Placements, owners, placed
 from .stream import Blocks
-from .update import Input, MixesRows, Output, Update, divided
-
-STACK = 3  # the state of an array of so many axes, one of layers or experts, never comes to the device whole
+from .update import Input, Update
 
 
 class HostState(NamedTuple):
@@ -113,18 +111,13 @@ class HostOptimizer:
 
     def init(self, params: Any) -> HostState:
         """Return the state of parameters, each array where `placements` says, sharded as its parameter."""
-        leaves, shardings = jax.tree.leaves(params), self._shardings(params)
         state = jax.eval_shape(self.first_state, params)
-        placements = self.placements(params)
-        _refuse_too_much(placements, shardings)
-
-        def make(params: Any) -> HostState:
-            inputs = list(map(Input, range(len(leaves))))
-            outputs = [Output(n, _is_on_host(n, placements), None) for n in owners(state, params)]
-            update = _divided(self.first_state, (params,), inputs, outputs, placements, shardings)
-            return jax.tree.unflatten(jax.tree.structure(state), update.run(jax.tree.leaves(params)))
-
-        return make(params) if any(isinstance(x, jax.core.Tracer) for x in leaves) else jax.jit(make)(params)
+        _refuse_too_much(self.placements(params), self._shardings(params))
+        update = self._update(lambda params, _: self.first_state(params), params, state)
+        make = lambda *leaves: update.run([*leaves, *[None] * len(jax.tree.leaves(state))])
+        leaves = jax.tree.leaves(params)
+        is_traced = any(isinstance(x, jax.core.Tracer) for x in leaves)
+        return jax.tree.unflatten(jax.tree.structure(state), (make if is_traced else jax.jit(make))(*leaves))
 
     def apply(self, gradients: Any, params: Any, state: HostState) -> tuple[Any, HostState]:
         """Return the parameters after a step, and the new state. Call it in jit, and donate `params` and `state`.
@@ -141,7 +134,7 @@ class HostOptimizer:
           TypeError: gradients or state are not those of `params`.
         """
         _check_trees(gradients, params, state, jax.eval_shape(self.first_state, params))
-        update = self._applied(gradients, params, state)
+        update = self._update(self.updated, gradients, params, state)
         given = zip(jax.tree.leaves((gradients, params, state)), update.inputs, strict=True)
         operands = [_there(x) if it.on_host else on_device(x) for x, it in given]
         return jax.tree.unflatten(jax.tree.structure((params, state)), update.run(operands))
@@ -149,36 +142,39 @@ class HostOptimizer:
     def placements(self, params: Any) -> Placements:
         """Return where the state of parameters, or of their shapes and dtypes, lives; printed, it is a table."""
         state = jax.eval_shape(self.first_state, params)
-        blocks = self._applied(params, params, state).blocks
-        found = placed(self.policy, params, state, self._shardings(params))
-        return Placements(p._replace(blocks=blocks[n].number if n in blocks else 1) for n, p in enumerate(found))
+        return Placements(self._update(self.updated, params, params, state).placements)
 
     def state_shardings(self, params: Any) -> HostState:
         """Return the shardings of the state, with the memory that each array is in: for `jax.jit`'s `out_shardings`, or
         to read a checkpoint. Parameters may be given as shapes, dtypes and shardings."""
         state = jax.eval_shape(self.first_state, params)
-        shardings, placements = self._shardings(params), self.placements(params)
+        shardings, placements, shapes = self._shardings(params), self.placements(params), jax.tree.leaves(params)
 
         def of(leaf: int | None, x: Any) -> Any:
-            sharding, param = shardings[leaf or 0], jax.tree.leaves(params)[leaf or 0]
+            sharding = shardings[leaf or 0]
             if isinstance(sharding, NamedSharding) and (x.sharding or leaf is None):
                 spec = x.sharding.spec if x.sharding else PartitionSpec()  # with Explicit axes its type says it
                 sharding = NamedSharding(sharding.mesh, spec)
             else:
-                sharding = Blocks(1, sharding, len(param.shape)).sharding_of(x)
-            return sharding.with_memory_kind("pinned_host") if _is_on_host(leaf, placements) else sharding
+                sharding = Blocks(1, sharding, len(shapes[leaf or 0].shape)).sharding_of(x)
+            is_on_host = leaf is not None and placements[leaf].place == "host"
+            return sharding.with_memory_kind("pinned_host") if is_on_host else sharding
 
         leaves, tree = jax.tree.flatten(state)
         return jax.tree.unflatten(tree, map(of, owners(state, params), leaves))
 
-    def _applied(self, gradients: Any, params: Any, state: HostState) -> Update:
-        shardings = self._shardings(params)
-        placements = placed(self.policy, params, state, shardings)
-        of_params, of_state = range(len(placements)), owners(state, params)
-        inputs = [*map(Input, of_params), *map(Input, of_params)]
-        inputs += [Input(n, _is_on_host(n, placements)) for n in of_state]
-        outputs = [Output(x.leaf, x.on_host, n) for n, x in enumerate(inputs)][len(of_params) :]
-        return _divided(self.updated, (gradients, params, state), inputs, outputs, placements, shardings)
+    def _update(self, f: Callable[..., Any], *args: Any) -> Update:
+        """Return `f` of these trees, divided. It updates the last, the state; the others are as the parameters."""
+        *others, state = args
+        shardings = self._shardings(others[-1])
+        placements = placed(self.policy, others[-1], state, shardings)
+        is_on_host = lambda n: n is not None and placements[n].place == "host"
+        inputs = [Input(n) for _ in others for n in range(len(placements))]
+        inputs += [Input(n, is_on_host(n)) for n in owners(state, others[-1])]
+        leaves, tree = jax.tree.flatten(args)
+        avals = jax.make_jaxpr(lambda *xs: list(map(on_device, xs)))(*leaves).out_avals
+        jaxpr = jax.make_jaxpr(lambda *xs: jax.tree.leaves(f(*jax.tree.unflatten(tree, xs))))(*avals)
+        return Update(jaxpr, inputs, placements, shardings)
 
     def updated(self, gradients: Any, params: Any, state: HostState) -> tuple[Any, HostState]:
         """Return what `apply` does, from arrays that are all on the device: what it is to be equal to."""
@@ -251,10 +247,6 @@ def _there(x: Any) -> Any:
     return x if on_host(jax.typeof(x)) else _there_p.bind(x)
 
 
-def _is_on_host(leaf: int | None, placements: Placements) -> bool:
-    return leaf is not None and placements[leaf].place == "host"
-
-
 def _cast(tree: Any, like: Any) -> Any:
     return jax.tree.map(lambda x, like: x.astype(like.dtype), tree, like)
 
@@ -275,39 +267,3 @@ def _refuse_too_much(placements: Placements, shardings: Sequence[Any]) -> None:
     if (pool := host_pool_bytes()) is not None and need > pool:
         what = f"the state needs {readable(need)} per device, and the pinned host pool holds {readable(pool)}"
         raise HostPoolFull("host_optimizer", what, need, pool, None, False)
-
-
-def _divided(
-    f: Callable[..., Any],
-    args: tuple[Any, ...],
-    inputs: Sequence[Input],
-    outputs: Sequence[Output],
-    placements: Placements,
-    shardings: Sequence[Any],
-) -> Update:
-    """Return `f` of these arguments, divided.
-
-    Raises:
-      NotImplementedError: it mixes what must be apart.
-    """
-    leaves, tree = jax.tree.flatten(args)
-    avals = jax.make_jaxpr(lambda *xs: list(map(on_device, xs)))(*leaves).out_avals
-    jaxpr = jax.make_jaxpr(lambda *xs: jax.tree.leaves(f(*jax.tree.unflatten(tree, xs))))(*avals)
-    streams = {n for n, p in enumerate(placements) if p.place == "host" and p.blocks > 1}
-    while True:
-        try:
-            blocks = {n: Blocks(placements[n].blocks, shardings[n], len(avals[n].shape)) for n in sorted(streams)}
-            return divided(jaxpr, inputs, outputs, blocks)
-        except MixesRows as mixes:
-            name = placements[mixes.leaf].name
-            if mixes.other is not None:
-                why = f"reads the state of another, such as {placements[mixes.other].name}"
-            elif mixes.leaf in streams and len(avals[mixes.leaf].shape) < STACK:
-                streams.remove(mixes.leaf)
-                continue
-            else:
-                why = "mixes the rows of its first axis, which are layers"
-            raise NotImplementedError(
-                f"host_optimizer: the state of {name} is on the host, and its update {why} ({mixes.how}); keep it on "
-                f"the device, Policy({{{name!r}: 'save'}}, default='offload'), or use another transformation"
-            ) from None

@@ -6,7 +6,7 @@ Both copies run beside the computation, one in each direction. On the device are
 is computed with, and one that goes.
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from typing import Any, NamedTuple
 
 import jax
@@ -16,6 +16,8 @@ from jax.sharding import NamedSharding, PartitionSpec
 from .._engine.jaxprs.flat import division
 from .._engine.layers.rows import opaque_zero
 from .._engine.layers.transport import to_device, to_host
+
+Arrays = dict[int, Any]
 
 
 class Blocks(NamedTuple):
@@ -31,6 +33,8 @@ class Blocks(NamedTuple):
 
     def take(self, x: Any, i: Any, axis: int = 0) -> Any:
         """Return block i of an array, whose rows are along `axis`."""
+        if self.number == 1:
+            return x
 
         def take(x: Any, i: Any) -> Any:
             rows = x.shape[axis] // self.number
@@ -40,6 +44,8 @@ class Blocks(NamedTuple):
 
     def put(self, x: Any, block: Any, i: Any) -> Any:
         """Return an array with its block i replaced."""
+        if self.number == 1:
+            return block
 
         def put(x: Any, block: Any, i: Any) -> Any:
             at = i * (x.shape[0] // self.number)
@@ -74,53 +80,52 @@ class Blocks(NamedTuple):
 
 
 class Stream(NamedTuple):
-    """A leaf whose state streams.
+    """A leaf whose state streams. Its arrays have numbers that no other leaf's have.
 
     Attributes:
       blocks: how its arrays are divided.
-      reads: whether the new state is computed from the one that is there.
       on_host: its state.
       on_device: what is replaced there, in place: the parameter.
-      compute: the number of a block, and the blocks of `on_host` and of `on_device` -> the new ones.
+      reads: the numbers of the arrays on the host from which the new ones are computed.
+      compute: the number of a block, and the blocks of what is read, by number -> those that replace them.
     """
 
     blocks: Blocks
-    reads: bool
-    on_host: Sequence[Any]
-    on_device: Sequence[Any]
-    compute: Callable[[Any, list[Any], list[Any]], tuple[list[Any], list[Any]]]
+    on_host: Arrays
+    on_device: Arrays
+    reads: Collection[int]
+    compute: Callable[[Any, Arrays], Arrays]
 
 
-Arrays = list[list[Any]]
-
-
-def stream(leaves: Sequence[Stream]) -> tuple[Arrays, Arrays]:
-    """Return the new state of each leaf, and its new arrays on the device. All leaves have as many blocks."""
+def stream(leaves: Sequence[Stream]) -> Arrays:
+    """Return the arrays that replace those of the leaves, by number. All leaves have as many blocks."""
     zero = opaque_zero()
 
     def fetch(stacks: Arrays, i: Any) -> Arrays:
-        of_leaf = lambda leaf, stacks: [to_device(leaf.blocks.take(x, i)) for x in stacks] if leaf.reads else []
-        return list(map(of_leaf, leaves, stacks))
+        return {n: to_device(leaf.blocks.take(stacks[n], i)) for leaf in leaves for n in leaf.reads}
 
     def iteration(i: Any, state: tuple[Arrays, Arrays, Arrays], is_last: bool = False) -> tuple[Arrays, Arrays, Arrays]:
-        stacks, arrays, fetched = state
-        coming = fetched if is_last else fetch(stacks, i + 1)
+        stacks, arrays, fetched = map(dict, state)
+        coming = {} if is_last else fetch(stacks, i + 1)  # XLA:GPU would not clamp a row behind the last
         i_device = i + zero
-        for n, leaf in enumerate(leaves):
+        for leaf in leaves:
             # From the array that is replaced: from the one that was given, XLA would copy it before the loop.
-            old = [leaf.blocks.take(x, i_device) for x in arrays[n]]
-            new, replaced = leaf.compute(i_device, fetched[n], old)
-            for k, block in enumerate(new):
+            old = {n: leaf.blocks.take(arrays[n], i_device) for n in leaf.on_device}
+            new = leaf.compute(i_device, fetched | old)
+            for n in leaf.on_host:
                 # Each array is read before it is written, so XLA need not copy it. An order of all reads before all
                 # writes would have the two directions of the bus wait for each other.
-                stack = stacks[n][k]
-                if leaf.reads and not is_last:
-                    coming[n][k], stack, block = lax.optimization_barrier((coming[n][k], stack, block))
-                stacks[n][k] = leaf.blocks.put(stack, to_host(block), i)
-            arrays[n] = [leaf.blocks.put(x, block, i_device) for x, block in zip(arrays[n], replaced, strict=True)]
+                stack, block = stacks[n], new[n]
+                if n in coming:
+                    coming[n], stack, block = lax.optimization_barrier((coming[n], stack, block))
+                stacks[n] = leaf.blocks.put(stack, to_host(block), i)
+            arrays |= {n: leaf.blocks.put(arrays[n], new[n], i_device) for n in leaf.on_device}
         return stacks, arrays, coming
 
-    stacks, arrays = [list(leaf.on_host) for leaf in leaves], [list(leaf.on_device) for leaf in leaves]
-    last = leaves[0].blocks.number - 1
-    state = lax.fori_loop(0, last, iteration, (stacks, arrays, fetch(stacks, 0)))
-    return iteration(last, state, is_last=True)[:2]  # XLA:GPU would not clamp the row that it would fetch
+    stacks = {n: x for leaf in leaves for n, x in leaf.on_host.items()}
+    arrays = {n: x for leaf in leaves for n, x in leaf.on_device.items()}
+    state, last = (stacks, arrays, fetch(stacks, 0)), leaves[0].blocks.number - 1
+    if last:
+        state = lax.fori_loop(0, last, iteration, state)
+    stacks, arrays, _ = iteration(last, state, is_last=True)
+    return stacks | arrays

@@ -171,10 +171,12 @@ class HostOptimizer:
         is_on_host = lambda n: n is not None and placements[n].place == "host"
         inputs = [Input(n) for _ in others for n in range(len(placements))]
         inputs += [Input(n, is_on_host(n)) for n in owners(state, others[-1])]
+        of_params = enumerate(zip(placements, shardings, jax.tree.leaves(others[-1]), strict=True))
+        blocks = {n: Blocks(p.blocks, s, len(x.shape)) for n, (p, s, x) in of_params if is_on_host(n)}
         leaves, tree = jax.tree.flatten(args)
         avals = jax.make_jaxpr(lambda *xs: list(map(on_device, xs)))(*leaves).out_avals
         jaxpr = jax.make_jaxpr(lambda *xs: jax.tree.leaves(f(*jax.tree.unflatten(tree, xs))))(*avals)
-        return Update(jaxpr, inputs, placements, shardings)
+        return Update(jaxpr, inputs, placements, blocks)
 
     def updated(self, gradients: Any, params: Any, state: HostState) -> tuple[Any, HostState]:
         """Return what `apply` does, from arrays that are all on the device: what it is to be equal to."""
@@ -194,22 +196,21 @@ class HostOptimizer:
 
     def first_state(self, params: Any) -> HostState:
         """Return what `init` does, on the device."""
-        inner = self.tx.init(self._weights(params, None))
+        zeros = lambda x: jnp.zeros_like(x, jnp.int16) if x.dtype == jnp.bfloat16 else None
+        remainders = jax.tree.map(zeros, params) if self.masters else None
+        inner = self.tx.init(self._weights(params, remainders))
         if self.state_dtype is not None:
             leaves, tree = jax.tree.flatten(inner)
             casts = lambda owner, x: owner is not None and jnp.issubdtype(x.dtype, jnp.floating)
             of = owners(inner, params)
             leaves = [x.astype(self.state_dtype) if casts(n, x) else x for n, x in zip(of, leaves, strict=True)]
             inner = jax.tree.unflatten(tree, leaves)
-        zeros = lambda x: jnp.zeros_like(x, jnp.int16) if x.dtype == jnp.bfloat16 else None
-        return HostState(inner, jax.tree.map(zeros, params) if self.masters else None)
+        return HostState(inner, remainders)
 
     def _weights(self, params: Any, remainders: Any) -> Any:
-        """Return parameters as `tx` sees them; masters of them are rounded ones where there are no remainders."""
+        """Return parameters as `tx` sees them."""
         if not self.masters:
             return params
-        if remainders is None:
-            return jax.tree.map(lambda x: x.astype(jnp.float32) if x.dtype == jnp.bfloat16 else x, params)
         return jax.tree.map(lambda x, r: x if r is None else join(x, r), params, remainders)
 
     def _shardings(self, params: Any) -> list[Any]:

@@ -57,7 +57,7 @@ class Evaluation:
     def add(self, eqns: Sequence[JaxprEqn]) -> None:
         """Evaluate some of the jaxpr's equations, and add their results."""
         for self.eqn in eqns:
-            if rows := [n for n, v in enumerate(self.eqn.invars) if self._shape(v) != v.aval.shape]:
+            if rows := [n for n, v in enumerate(self.eqn.invars) if self._shape(v) != _whole(v)]:
                 self.values |= zip(self.eqn.outvars, self._results(self.eqn, rows[0]), strict=True)
                 continue
             evaluate_equations(self.jaxpr, [self.eqn], self.values)
@@ -69,8 +69,8 @@ class Evaluation:
         """Return a value that has this shape already, or such rows of a whole one."""
         if self._shape(atom) == shape:
             return read([atom], self.values)[0]
-        axes = _differing(shape, atom.aval.shape)
-        if self._shape(atom) != atom.aval.shape or len(axes) != 1:
+        axes = _differing(shape, _whole(atom))
+        if self._shape(atom) != _whole(atom) or len(axes) != 1:
             raise Mixed(self.eqn)
         eqn = self.repeated.get(atom)
         if eqn and axes[0] not in eqn.params["broadcast_dimensions"]:  # so the whole value need not exist
@@ -92,20 +92,18 @@ class Evaluation:
         operands, changed = self._of_kernel(eqn, of, operands)
         outs = eqn.primitive.bind(*operands, **eqn.params | changed)
         outs = list(outs) if eqn.primitive.multiple_results else [outs]
-        if any(len(_differing(x.shape, v.aval.shape)) != 1 for x, v in zip(outs, eqn.outvars, strict=True)):
+        if any(len(_differing(x.shape, _whole(v))) != 1 for x, v in zip(outs, eqn.outvars, strict=True)):
             raise Mixed(eqn)  # a sum of rows is as that of all; rows times rows differ from all on two axes
         return outs
 
     def _of_kernel(self, eqn: JaxprEqn, of: int, operands: list[Any]) -> tuple[list[Any], dict[str, Any]]:
         """Return the operands and the changed parameters with which an equation computes rows."""
-        name, params, whole = eqn.primitive.name, eqn.params, eqn.invars[of].aval.shape
+        name, params, whole = eqn.primitive.name, eqn.params, _whole(eqn.invars[of])
         axis, rows = next((axis, operands[of].shape[axis]) for axis in _differing(operands[of].shape, whole))
-        if name in ELEMENTWISE | IDENTITIES:  # an axis of size 1 repeats
-            shapes = [
-                _replaced(v.aval.shape, axis, rows) if v.aval.shape[axis : axis + 1] == (whole[axis],) else v.aval.shape
-                for v in eqn.invars
-            ]
-            return list(map(self.in_shape, eqn.invars, shapes)), {}
+        if name in ELEMENTWISE | IDENTITIES:
+            repeats = lambda shape: shape[axis : axis + 1] != (whole[axis],)  # a scalar, or an axis of size 1
+            shape = lambda of: of if repeats(of) else _replaced(of, axis, rows)
+            return [self.in_shape(v, shape(_whole(v))) for v in eqn.invars], {}
         if name == "dot_general":
             contracted, batch = params["dimension_numbers"]
             one, other = (list(x.shape) for x in operands)
@@ -139,10 +137,10 @@ class Evaluation:
         if not carried:
             raise Mixed(eqn)
         consts, init, xs = operands[: carried[0]], eqn.invars[carried[0] : carried[-1] + 1], operands[carried[-1] + 1 :]
-        if list(map(np.shape, xs)) != [v.aval.shape for v in eqn.invars[carried[-1] + 1 :]]:
+        if list(map(np.shape, xs)) != [_whole(v) for v in eqn.invars[carried[-1] + 1 :]]:
             raise Mixed(eqn)
         run = lambda carry, x, shapes=None: on_rows(body, [*consts, *carry, *x], self.take, shapes)
-        shapes, fewer = [], list(map(self._shape, init))
+        shapes, fewer = list[Shape](), list(map(self._shape, init))
         while shapes != fewer:  # a carry that begins whole may become rows
             shapes, carry = fewer, list(map(self.in_shape, init, fewer))
             found = [x.shape for x in jax.eval_shape(run, carry, [v.aval for v in body.invars[carried[-1] + 1 :]])]
@@ -154,6 +152,11 @@ class Evaluation:
 
         carry, ys = lax.scan(iteration, carry, xs, params["length"], params["reverse"], params["unroll"])
         return [*carry, *ys]
+
+
+def _whole(atom: Any) -> Shape:
+    """Return the shape of a whole value."""
+    return atom.aval.shape
 
 
 def _differing(shape: Shape, whole: Shape) -> list[int]:

@@ -6,8 +6,7 @@ must treat the rows of the leaf's first axis by themselves (`rows.py`): it strea
 whose rows are mixed streams as one block.
 """
 
-import itertools
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import jax
@@ -27,7 +26,7 @@ from .._engine.jaxprs.inline import (
 )
 from .._engine.layers.rows import filled
 from .._engine.layers.transport import to_host
-from .._jax import dce_jaxpr, nbytes, where_written
+from .._jax import dce_jaxpr, where_written
 from .placement import Placed
 from .rows import Evaluation, Mixed
 from .stream import Arrays, Blocks, Stream, stream
@@ -57,57 +56,54 @@ class Update:
       leaf_of: the leaf with whose blocks a value is computed, if it is.
     """
 
-    def __init__(self, jaxpr: Jaxpr, inputs: Sequence[Input], placements: Iterable[Placed], shardings: Sequence[Any]):
+    def __init__(
+        self, jaxpr: Jaxpr, inputs: Sequence[Input], placements: Sequence[Placed], blocks: Mapping[int, Blocks]
+    ):
         """Find what runs block by block.
 
         Raises:
           NotImplementedError: the update mixes what must be apart.
         """
         self.jaxpr = _with_single_conds(written_out(jaxpr, [True] * len(inputs), lambda *_: True))
-        self.inputs, self.placements = inputs, list(placements)
+        self.inputs, self.placements, self.blocks = inputs, list(placements), dict(blocks)
         self.outputs = dict(enumerate(self.jaxpr.outvars, len(inputs) - len(self.jaxpr.outvars)))
-        of_inputs = list(zip(self.jaxpr.invars, inputs, strict=True))
-        ndims = {x.leaf: v.aval.ndim for v, x in reversed(of_inputs)}  # parameters stand before the state
-        self.blocks = {
-            n: Blocks(p.blocks, shardings[n], ndims[n]) for n, p in enumerate(self.placements) if p.place == "host"
-        }
-        self.leaf_of = {v: x.leaf for v, x in of_inputs if x.leaf in self.blocks}
-        variables_of_all = [*self.jaxpr.invars, *self.jaxpr.constvars, *_results(self.jaxpr.eqns)]
-        divide = lambda values: self._divide(dict(zip(variables_of_all, values, strict=True)))
-        jax.eval_shape(divide, [v.aval for v in variables_of_all])
+        of_inputs = zip(self.jaxpr.invars, inputs, strict=True)
+        self.leaf_of = {v: x.leaf for v, x in of_inputs if x.leaf is not None and x.leaf in blocks}
+        made = [v for eqn in self.jaxpr.eqns for v in eqn.outvars]
+        every = [*self.jaxpr.invars, *self.jaxpr.constvars, *made]
+        jax.eval_shape(lambda *values: self._divide(dict(zip(every, values, strict=True))), *(v.aval for v in every))
 
     def _divide(self, whole: Values) -> None:
-        """Fill `leaf_of`. `whole`: the value of each variable."""
-        part = lambda leaf: lambda x, axis: lax.slice_in_dim(x, 0, x.shape[axis] // self.blocks[leaf].number, axis=axis)
-        rows = {v: part(leaf)(whole[v], 0) for v, leaf in self.leaf_of.items()}
+        """Fill `leaf_of`. `whole` has each variable; so nothing is computed but blocks."""
+        take = lambda leaf: lambda x, axis: lax.slice_in_dim(x, 0, x.shape[axis] // self.blocks[leaf].number, axis=axis)
+        rows = {v: take(leaf)(whole[v], 0) for v, leaf in self.leaf_of.items()}
         from_host = {v for v, x in zip(self.jaxpr.invars, self.inputs, strict=True) if x.on_host}
         for eqn in self.jaxpr.eqns:
-            atoms = variables(eqn.invars)
-            of_state = list(dict.fromkeys(self.leaf_of[v] for v in atoms if v in from_host))
-            of = of_state or list(dict.fromkeys(self.leaf_of[v] for v in atoms if v in self.leaf_of))
+            operands = variables(eqn.invars)
+            of_state = list(dict.fromkeys(self.leaf_of[v] for v in operands if v in from_host))
             if len(of_state) > 1:
-                raise self._refusal(of[0], eqn, of[1])
-            if len(of) != 1:
+                raise self._refusal(of_state[0], eqn, of_state[1])
+            leaves = of_state or list({self.leaf_of[v] for v in operands if v in self.leaf_of})
+            if len(leaves) != 1:
                 continue  # computed from whole arrays on the device
-            values = {v: rows[v] if self.leaf_of.get(v) == of[0] else whole[v] for v in atoms}
+            (leaf,) = leaves
+            values = {v: rows[v] if self.leaf_of.get(v) == leaf else whole[v] for v in operands}
             try:
-                if self.blocks[of[0]].number > 1:
-                    Evaluation(self.jaxpr, values, part(of[0])).add([eqn])
+                if self.blocks[leaf].number > 1:
+                    Evaluation(self.jaxpr, values, take(leaf)).add([eqn])
             except Mixed as mixed:
                 if not of_state:
                     continue
-                self._mixes(of[0], mixed.eqn)
+                self._mixes(leaf, mixed.eqn)
             rows |= {v: values.get(v, whole[v]) for v in eqn.outvars}
-            self.leaf_of |= dict.fromkeys(eqn.outvars, of[0])
+            self.leaf_of |= dict.fromkeys(eqn.outvars, leaf)
             from_host.update(eqn.outvars if of_state else [])
-        for n, atom in self.outputs.items():
-            leaf, of_atom = self.inputs[n].leaf, self.leaf_of.get(atom) if isinstance(atom, Var) else None
-            if of_atom is None:
-                continue
-            if of_atom != leaf and atom in from_host:
-                raise self._refusal(of_atom, None) if leaf is None else self._refusal(leaf, None, of_atom)
-            if of_atom == leaf and rows[atom].shape[1:] != atom.aval.shape[1:]:
-                self._mixes(leaf, None)
+        for n, v in self.outputs.items():
+            leaf, of = self.inputs[n].leaf, self.leaf_of.get(v) if isinstance(v, Var) else None
+            if of is not None and of == leaf and rows[v].shape[1:] != whole[v].shape[1:]:
+                self._mixes(of, None)  # its rows are along another axis
+            elif of is not None and of != leaf and v in from_host:
+                raise self._refusal(of, None) if leaf is None else self._refusal(leaf, None, of)
 
     def _mixes(self, leaf: int, eqn: JaxprEqn | None) -> None:
         """Let the state of a leaf whose rows are mixed come as one block."""
@@ -169,39 +165,31 @@ class Update:
         return eqns, [v for v in dict.fromkeys(read_there) if v not in made]
 
     def _loops(self) -> list[list[int]]:
-        """Return the leaves of each loop, the largest first."""
+        """Return the leaves of each loop, those of few blocks first, and of these the largest."""
         loops: list[list[int]] = []
         number = lambda leaf: self.blocks[leaf].number
-        for blocks, leaves in itertools.groupby(sorted(self.blocks, key=number), number):
-            loop_bytes = LOOP_BYTES
-            for leaf in sorted(leaves, key=self._block_bytes, reverse=True):
-                loop_bytes += self._block_bytes(leaf)
-                if loop_bytes > LOOP_BYTES or blocks == 1:
-                    loops.append([])
-                    loop_bytes = self._block_bytes(leaf)
-                loops[-1].append(leaf)
+        size = lambda leaf: self.placements[leaf].bytes // (number(leaf) * division(self.blocks[leaf].sharding).parts)
+        loop_bytes = 0
+        for leaf in sorted(self.blocks, key=lambda leaf: (number(leaf), -size(leaf))):
+            loop_bytes += size(leaf)
+            if number(leaf) == 1 or loop_bytes > LOOP_BYTES or not loops or number(leaf) != number(loops[-1][0]):
+                loops.append([])
+                loop_bytes = size(leaf)
+            loops[-1].append(leaf)
         return loops
-
-    def _block_bytes(self, leaf: int) -> int:
-        """Return the bytes of a block of a leaf's state, per device."""
-        of_leaf = (v for n, v in self.outputs.items() if self.inputs[n] == Input(leaf, True))
-        blocks = self.blocks[leaf]
-        return sum(nbytes(v.aval) for v in of_leaf) // (blocks.number * division(blocks.sharding).parts)
 
     def _stream(self, leaf: int, eqns: list[JaxprEqn], taken: list[Var], values: Values) -> Stream:
         blocks, number_of = self.blocks[leaf], {v: n for n, v in enumerate(self.jaxpr.invars)}
         outputs = {n: v for n, v in self.outputs.items() if self.inputs[n].leaf == leaf}
-        arrays = {n: values[self.jaxpr.invars[n]] for n in outputs}
-        on_host, on_device = (
-            {n: x for n, x in arrays.items() if self.inputs[n].on_host is there} for there in (True, False)
-        )
-        for n, x in on_host.items():
+        given = {n: values[self.jaxpr.invars[n]] for n in outputs}
+        for n, x in given.items():
             if x is None and blocks.number > 1:
-                on_host[n] = to_host(blocks.sharded(filled(outputs[n].aval)))
+                given[n] = to_host(blocks.sharded(filled(outputs[n].aval)))
+        on_host, on_device = ({n: given[n] for n in given if self.inputs[n].on_host is it} for it in (True, False))
 
-        def compute(i: Any, given: Arrays) -> Arrays:
+        def compute(i: Any, there: Arrays) -> Arrays:
             take = lambda x, axis: blocks.take(x, i, axis)
-            block = lambda v: given[number_of[v]] if number_of[v] in given else take(values[v], 0)
+            block = lambda v: there[number_of[v]] if number_of[v] in there else take(values[v], 0)
             rows = {v: block(v) if self.leaf_of.get(v) == leaf else values[v] for v in taken}
             evaluation = Evaluation(self.jaxpr, rows, take)
             evaluation.add(eqns)
@@ -226,7 +214,3 @@ def _with_single_conds(jaxpr: Jaxpr) -> Jaxpr:
         for n in range(len(eqn.outvars)):
             eqns += dce_jaxpr(alone, [n == k for k in range(len(eqn.outvars))])[0].eqns
     return with_needed_equations(jaxpr.replace(eqns=eqns))
-
-
-def _results(eqns: Iterable[JaxprEqn]) -> list[Var]:
-    return [v for eqn in eqns for v in eqn.outvars]

@@ -18,7 +18,7 @@ from .._text import readable, short
 from .masters import join, split
 from .placement import Placements, owners, placed
 from .stream import Blocks
-from .update import Input, Update
+from .update import Update
 
 
 class HostState(NamedTuple):
@@ -135,8 +135,8 @@ class HostOptimizer:
         """
         _check_trees(gradients, params, state, jax.eval_shape(self.first_state, params))
         update = self._update(self.updated, gradients, params, state)
-        given = zip(jax.tree.leaves((gradients, params, state)), update.inputs, strict=True)
-        operands = [_there(x) if it.on_host else on_device(x) for x, it in given]
+        given = enumerate(jax.tree.leaves((gradients, params, state)))
+        operands = [_there(x) if n in update.on_host else on_device(x) for n, x in given]
         return jax.tree.unflatten(jax.tree.structure((params, state)), update.run(operands))
 
     def placements(self, params: Any) -> Placements:
@@ -166,17 +166,15 @@ class HostOptimizer:
     def _update(self, f: Callable[..., Any], *args: Any) -> Update:
         """Return `f` of these trees, divided. It updates the last, the state; the others are as the parameters."""
         *others, state = args
-        shardings = self._shardings(others[-1])
+        params, shardings = jax.tree.leaves(others[-1]), self._shardings(others[-1])
         placements = placed(self.policy, others[-1], state, shardings)
-        is_on_host = lambda n: n is not None and placements[n].place == "host"
-        inputs = [Input(n) for _ in others for n in range(len(placements))]
-        inputs += [Input(n, is_on_host(n)) for n in owners(state, others[-1])]
-        of_params = enumerate(zip(placements, shardings, jax.tree.leaves(others[-1]), strict=True))
-        blocks = {n: Blocks(p.blocks, s, len(x.shape)) for n, (p, s, x) in of_params if is_on_host(n)}
+        of_leaves = enumerate(zip(placements, shardings, params, strict=True))
+        blocks = {n: Blocks(p.blocks, s, len(x.shape)) for n, (p, s, x) in of_leaves if p.place == "host"}
+        of_others = [n for _ in others for n in range(len(params))]
         leaves, tree = jax.tree.flatten(args)
         avals = jax.make_jaxpr(lambda *xs: list(map(on_device, xs)))(*leaves).out_avals
         jaxpr = jax.make_jaxpr(lambda *xs: jax.tree.leaves(f(*jax.tree.unflatten(tree, xs))))(*avals)
-        return Update(jaxpr, inputs, placements, blocks)
+        return Update(jaxpr, [*of_others, *owners(state, others[-1])], len(of_others), placements, blocks)
 
     def updated(self, gradients: Any, params: Any, state: HostState) -> tuple[Any, HostState]:
         """Return what `apply` does, from arrays that are all on the device: what it is to be equal to."""

@@ -13,8 +13,8 @@ from typing import Any
 import jax
 import numpy as np
 from jax import lax
-from jax.extend.core import Jaxpr, JaxprEqn, Var
-from jax.extend.core.primitives import broadcast_in_dim_p, cond_p, scan_p
+from jax.extend.core import Jaxpr, JaxprEqn
+from jax.extend.core.primitives import cond_p, scan_p
 
 from .._engine.jaxprs.inline import Values, evaluate_equations, read
 from .._engine.jaxprs.walk import nested, operands_of
@@ -39,42 +39,32 @@ def on_rows(jaxpr: Jaxpr, operands: Sequence[Any], take: Take, shapes: Sequence[
       Mixed: an equation mixes rows.
     """
     values = dict(zip([*jaxpr.invars, *jaxpr.constvars], [*operands, *jaxpr.consts], strict=True))
-    evaluation = Evaluation(jaxpr, values, take)
-    evaluation.add(jaxpr.eqns)
-    if shapes is None:
-        return read(jaxpr.outvars, values)
-    return list(map(evaluation.in_shape, jaxpr.outvars, shapes))
+    rows = Rows(jaxpr, values, take)
+    rows.evaluate(jaxpr.eqns)
+    return read(jaxpr.outvars, values) if shapes is None else list(map(rows.in_shape, jaxpr.outvars, shapes))
 
 
-class Evaluation:
-    """The values of a jaxpr's variables so far, each whole or rows."""
+class Rows:
+    """The values of a jaxpr's variables so far, each whole or rows. `take` takes rows of a whole one."""
 
     def __init__(self, jaxpr: Jaxpr, values: Values, take: Take):
         self.jaxpr, self.values, self.take = jaxpr, values, take
-        self.eqn: JaxprEqn | None = None  # the one that is evaluated
-        self.repeated: dict[Var, JaxprEqn] = {}  # what repeats a whole value
 
-    def add(self, eqns: Sequence[JaxprEqn]) -> None:
+    def evaluate(self, eqns: Sequence[JaxprEqn]) -> None:
         """Evaluate some of the jaxpr's equations, and add their results."""
-        for self.eqn in eqns:
-            if rows := [n for n, v in enumerate(self.eqn.invars) if self._shape(v) != _whole(v)]:
-                self.values |= zip(self.eqn.outvars, self._results(self.eqn, rows[0]), strict=True)
-                continue
-            evaluate_equations(self.jaxpr, [self.eqn], self.values)
-            if self.eqn.primitive is broadcast_in_dim_p:
-                self.repeated[self.eqn.outvars[0]] = self.eqn
-        self.eqn = None
+        for eqn in eqns:
+            if rows := [n for n, v in enumerate(eqn.invars) if self._shape(v) != _whole(v)]:
+                self.values |= zip(eqn.outvars, self._results(eqn, rows[0]), strict=True)
+            else:
+                evaluate_equations(self.jaxpr, [eqn], self.values)
 
-    def in_shape(self, atom: Any, shape: Shape) -> Any:
-        """Return a value that has this shape already, or such rows of a whole one."""
+    def in_shape(self, atom: Any, shape: Shape, reader: JaxprEqn | None = None) -> Any:
+        """Return a value that has this shape already, or such rows of a whole one, for an equation that reads it."""
         if self._shape(atom) == shape:
             return read([atom], self.values)[0]
         axes = _differing(shape, _whole(atom))
         if self._shape(atom) != _whole(atom) or len(axes) != 1:
-            raise Mixed(self.eqn)
-        eqn = self.repeated.get(atom)
-        if eqn and axes[0] not in eqn.params["broadcast_dimensions"]:  # so the whole value need not exist
-            return broadcast_in_dim_p.bind(*read(eqn.invars, self.values), **eqn.params | {"shape": shape})
+            raise Mixed(reader)
         return self.take(self.values[atom], axes[0])
 
     def _shape(self, atom: Any) -> Shape:
@@ -82,68 +72,69 @@ class Evaluation:
 
     def _results(self, eqn: JaxprEqn, of: int) -> list[Any]:
         """Return the results of an equation whose operand number `of` is rows."""
-        operands = read(eqn.invars, self.values)
         if eqn.primitive is cond_p:
-            return self._cond(eqn, operands[0], operands[1:])
+            return self._cond(eqn)
         if eqn.primitive is scan_p:
-            return self._scan(eqn, operands)
+            return self._scan(eqn)
         if eqn.primitive.name in CALLS | CUSTOM_RULES:
-            return on_rows(nested(eqn)[0], operands, self.take)
-        operands, changed = self._of_kernel(eqn, of, operands)
+            return on_rows(nested(eqn)[0], read(eqn.invars, self.values), self.take)
+        shapes, changed = self._of_kernel(eqn, of)
+        operands = [self.in_shape(v, shape, eqn) for v, shape in zip(eqn.invars, shapes, strict=True)]
         outs = eqn.primitive.bind(*operands, **eqn.params | changed)
         outs = list(outs) if eqn.primitive.multiple_results else [outs]
         if any(len(_differing(x.shape, _whole(v))) != 1 for x, v in zip(outs, eqn.outvars, strict=True)):
-            raise Mixed(eqn)  # a sum of rows is as that of all; rows times rows differ from all on two axes
+            raise Mixed(eqn)  # a sum of rows has the shape of that of all; rows times rows differ on two axes
         return outs
 
-    def _of_kernel(self, eqn: JaxprEqn, of: int, operands: list[Any]) -> tuple[list[Any], dict[str, Any]]:
-        """Return the operands and the changed parameters with which an equation computes rows."""
+    def _of_kernel(self, eqn: JaxprEqn, of: int) -> tuple[list[Shape], dict[str, Any]]:
+        """Return the shapes of operands and the changed parameters with which an equation computes rows."""
         name, params, whole = eqn.primitive.name, eqn.params, _whole(eqn.invars[of])
-        axis, rows = next((axis, operands[of].shape[axis]) for axis in _differing(operands[of].shape, whole))
+        shapes = list(map(self._shape, eqn.invars))
+        axis = _differing(shapes[of], whole)[0]
+        rows = shapes[of][axis]
         if name in ELEMENTWISE | IDENTITIES:
             repeats = lambda shape: shape[axis : axis + 1] != (whole[axis],)  # a scalar, or an axis of size 1
-            shape = lambda of: of if repeats(of) else _replaced(of, axis, rows)
-            return [self.in_shape(v, shape(_whole(v))) for v in eqn.invars], {}
+            return [s if repeats(s) else _replaced(s, axis, rows) for s in map(_whole, eqn.invars)], {}
         if name == "dot_general":
             contracted, batch = params["dimension_numbers"]
-            one, other = (list(x.shape) for x in operands)
-            for k, n in zip(*batch, strict=True):
-                one[k] = other[n] = min(one[k], other[n])
-            if all(one[k] == other[n] for k, n in zip(*contracted, strict=True)):
-                return list(map(self.in_shape, eqn.invars, map(tuple, (one, other)))), {}
+            for one, other in zip(*batch, strict=True):
+                fewer = min(shapes[0][one], shapes[1][other])
+                shapes = [_replaced(shapes[0], one, fewer), _replaced(shapes[1], other, fewer)]
+            if all(shapes[0][one] == shapes[1][other] for one, other in zip(*contracted, strict=True)):
+                return shapes, {}
         if name == "broadcast_in_dim":
-            return operands, {"shape": _replaced(params["shape"], params["broadcast_dimensions"][axis], rows)}
+            return shapes, {"shape": _replaced(params["shape"], params["broadcast_dimensions"][axis], rows)}
         if name == "reshape" and params["dimensions"] is None:
             sizes = params["new_sizes"]
             for new, size in enumerate(sizes):
                 if size == whole[axis] and math.prod(sizes[:new]) == math.prod(whole[:axis]):
-                    return operands, {"new_sizes": _replaced(sizes, new, rows)}
+                    return shapes, {"new_sizes": _replaced(sizes, new, rows)}
         if name in ("transpose", "squeeze") or (name in REDUCTIONS and "axes" in params):
-            return operands, {}
+            return shapes, {}
         raise Mixed(eqn)
 
-    def _cond(self, eqn: JaxprEqn, index: Any, operands: list[Any]) -> list[Any]:
-        """What is rows in one branch is rows in all."""
+    def _cond(self, eqn: JaxprEqn) -> list[Any]:
+        """Return the results of a cond: what is rows in one branch is rows in all."""
+        index, *operands = read(eqn.invars, self.values)
         run = lambda branch, shapes=None: lambda *xs: on_rows(branch, xs, self.take, shapes)
         branches = eqn.params["branches"]
         found = [[x.shape for x in jax.eval_shape(run(branch), *operands)] for branch in branches]
-        fewest = [tuple(map(min, *each)) for each in zip(*found, strict=True)]
+        fewest = [tuple(map(min, *shapes)) for shapes in zip(*found, strict=True)]
         return list(lax.switch(index, [run(branch, fewest) for branch in branches], *operands))
 
-    def _scan(self, eqn: JaxprEqn, operands: list[Any]) -> list[Any]:
-        """Rows may be among the constants, the carry and what is stacked; what is scanned is whole."""
+    def _scan(self, eqn: JaxprEqn) -> list[Any]:
+        """Return the results of a scan: rows may be among the constants, the carry and the ys, but not the xs."""
         params, body = eqn.params, eqn.params["jaxpr"]
         carried = [n for n, operand in enumerate(operands_of(eqn, body)) if operand is None]
-        if not carried:
+        first, end = (carried[0], carried[-1] + 1) if carried else (0, 0)
+        if not carried or any(self._shape(v) != _whole(v) for v in eqn.invars[end:]):
             raise Mixed(eqn)
-        consts, init, xs = operands[: carried[0]], eqn.invars[carried[0] : carried[-1] + 1], operands[carried[-1] + 1 :]
-        if list(map(np.shape, xs)) != [_whole(v) for v in eqn.invars[carried[-1] + 1 :]]:
-            raise Mixed(eqn)
+        consts, xs = read(eqn.invars[:first], self.values), read(eqn.invars[end:], self.values)
         run = lambda carry, x, shapes=None: on_rows(body, [*consts, *carry, *x], self.take, shapes)
-        shapes, fewer = list[Shape](), list(map(self._shape, init))
+        shapes, fewer = list[Shape](), list(map(self._shape, eqn.invars[first:end]))
         while shapes != fewer:  # a carry that begins whole may become rows
-            shapes, carry = fewer, list(map(self.in_shape, init, fewer))
-            found = [x.shape for x in jax.eval_shape(run, carry, [v.aval for v in body.invars[carried[-1] + 1 :]])]
+            shapes, carry = fewer, list(map(self.in_shape, eqn.invars[first:end], fewer))
+            found = [x.shape for x in jax.eval_shape(run, carry, [v.aval for v in body.invars[end:]])]
             fewer = [tuple(map(min, *pair)) for pair in zip(shapes, found, strict=False)]
 
         def iteration(carry: Any, x: Any) -> tuple[Any, Any]:

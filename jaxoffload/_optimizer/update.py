@@ -6,8 +6,8 @@ must treat the rows of the leaf's first axis by themselves (`rows.py`): it strea
 whose rows are mixed streams as one block.
 """
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
-from typing import Any, NamedTuple
+from collections.abc import Callable, Iterable, Sequence
+from typing import Any
 
 import jax
 from jax import lax
@@ -28,7 +28,7 @@ from .._engine.layers.rows import filled
 from .._engine.layers.transport import to_host
 from .._jax import dce_jaxpr, where_written
 from .placement import Placed
-from .rows import Evaluation, Mixed
+from .rows import Mixed, Rows
 from .stream import Arrays, Blocks, Stream, stream
 
 STACK = 3  # the state of an array of so many axes, one of layers or experts, never comes to the device whole
@@ -38,37 +38,37 @@ STACK = 3  # the state of an array of so many axes, one of layers or experts, ne
 LOOP_BYTES = 2 * 2**30
 
 
-class Input(NamedTuple):
-    """An input of an update: the leaf that it has a row for each row of, if any, and whether it is on the host."""
-
-    leaf: int | None
-    on_host: bool = False
-
-
 class Update:
     """An update, whose results replace the last of its inputs.
 
     Attributes:
       jaxpr: it, for whole arrays on the device.
-      inputs: what those of the jaxpr are.
+      leaves: of each input, the leaf that it has a row for each row of, if any.
+      on_host: the numbers of the inputs that are there.
       placements: of the leaves.
       blocks: of each leaf with state on the host.
+      outputs: the results, by the numbers of the inputs that they replace.
       leaf_of: the leaf with whose blocks a value is computed, if it is.
     """
 
     def __init__(
-        self, jaxpr: Jaxpr, inputs: Sequence[Input], placements: Sequence[Placed], blocks: Mapping[int, Blocks]
+        self,
+        jaxpr: Jaxpr,
+        leaves: Sequence[int | None],
+        state: int,
+        placements: Sequence[Placed],
+        blocks: dict[int, Blocks],
     ):
-        """Find what runs block by block.
+        """Find what runs block by block. Inputs from number `state` on are the state.
 
         Raises:
           NotImplementedError: the update mixes what must be apart.
         """
-        self.jaxpr = _with_single_conds(written_out(jaxpr, [True] * len(inputs), lambda *_: True))
-        self.inputs, self.placements, self.blocks = inputs, list(placements), dict(blocks)
-        self.outputs = dict(enumerate(self.jaxpr.outvars, len(inputs) - len(self.jaxpr.outvars)))
-        of_inputs = zip(self.jaxpr.invars, inputs, strict=True)
-        self.leaf_of = {v: x.leaf for v, x in of_inputs if x.leaf is not None and x.leaf in blocks}
+        self.jaxpr = _with_single_conds(written_out(jaxpr, [True] * len(leaves), lambda *_: True))
+        self.leaves, self.placements, self.blocks = leaves, list(placements), dict(blocks)
+        self.on_host = {n for n, leaf in enumerate(leaves) if n >= state and leaf in blocks}
+        self.outputs = dict(enumerate(self.jaxpr.outvars, len(leaves) - len(self.jaxpr.outvars)))
+        self.leaf_of = {v: leaf for v, leaf in zip(self.jaxpr.invars, leaves, strict=True) if leaf in blocks}
         made = [v for eqn in self.jaxpr.eqns for v in eqn.outvars]
         every = [*self.jaxpr.invars, *self.jaxpr.constvars, *made]
         jax.eval_shape(lambda *values: self._divide(dict(zip(every, values, strict=True))), *(v.aval for v in every))
@@ -77,7 +77,7 @@ class Update:
         """Fill `leaf_of`. `whole` has each variable; so nothing is computed but blocks."""
         take = lambda leaf: lambda x, axis: lax.slice_in_dim(x, 0, x.shape[axis] // self.blocks[leaf].number, axis=axis)
         rows = {v: take(leaf)(whole[v], 0) for v, leaf in self.leaf_of.items()}
-        from_host = {v for v, x in zip(self.jaxpr.invars, self.inputs, strict=True) if x.on_host}
+        from_host = {self.jaxpr.invars[n] for n in self.on_host}
         for eqn in self.jaxpr.eqns:
             operands = variables(eqn.invars)
             of_state = list(dict.fromkeys(self.leaf_of[v] for v in operands if v in from_host))
@@ -90,7 +90,7 @@ class Update:
             values = {v: rows[v] if self.leaf_of.get(v) == leaf else whole[v] for v in operands}
             try:
                 if self.blocks[leaf].number > 1:
-                    Evaluation(self.jaxpr, values, take(leaf)).add([eqn])
+                    Rows(self.jaxpr, values, take(leaf)).evaluate([eqn])
             except Mixed as mixed:
                 if not of_state:
                     continue
@@ -99,7 +99,7 @@ class Update:
             self.leaf_of |= dict.fromkeys(eqn.outvars, leaf)
             from_host.update(eqn.outvars if of_state else [])
         for n, v in self.outputs.items():
-            leaf, of = self.inputs[n].leaf, self.leaf_of.get(v) if isinstance(v, Var) else None
+            leaf, of = self.leaves[n], self.leaf_of.get(v) if isinstance(v, Var) else None
             if of is not None and of == leaf and rows[v].shape[1:] != whole[v].shape[1:]:
                 self._mixes(of, None)  # its rows are along another axis
             elif of is not None and of != leaf and v in from_host:
@@ -124,10 +124,10 @@ class Update:
         )
 
     def run(self, operands: Sequence[Any]) -> list[Any]:
-        """Return the results, from operands in the memory that `inputs` says. One that is not read may be None."""
+        """Return the results, from operands in the memory that `on_host` says. One that is not read may be None."""
         jaxpr, parts = self.jaxpr, {leaf: self._part(leaf) for leaf in self.blocks}
         values = dict(zip([*jaxpr.invars, *jaxpr.constvars], [*operands, *jaxpr.consts], strict=True))
-        once = {n: v for n, v in self.outputs.items() if self.inputs[n].leaf not in self.blocks}
+        once = {n: v for n, v in self.outputs.items() if self.leaves[n] not in self.blocks}
         read_whole = [v for leaf, (_, taken) in parts.items() for v in taken if self.leaf_of.get(v) != leaf]
         evaluate_equations(jaxpr, self._needed([*once.values(), *read_whole], lambda _: True), values)
         new = dict(zip(once, read(list(once.values()), values), strict=True))
@@ -152,7 +152,7 @@ class Update:
 
     def _part(self, leaf: int) -> tuple[list[JaxprEqn], list[Var]]:
         """Return what computes blocks of the results of a leaf, and from blocks or whole values of what."""
-        results = [v for n, v in self.outputs.items() if self.inputs[n].leaf == leaf]
+        results = [v for n, v in self.outputs.items() if self.leaves[n] == leaf]
 
         def is_inside(eqn: JaxprEqn) -> bool:
             """Return if blocks compute this: constants too, which XLA folds into what reads them."""
@@ -180,19 +180,20 @@ class Update:
 
     def _stream(self, leaf: int, eqns: list[JaxprEqn], taken: list[Var], values: Values) -> Stream:
         blocks, number_of = self.blocks[leaf], {v: n for n, v in enumerate(self.jaxpr.invars)}
-        outputs = {n: v for n, v in self.outputs.items() if self.inputs[n].leaf == leaf}
+        outputs = {n: v for n, v in self.outputs.items() if self.leaves[n] == leaf}
         given = {n: values[self.jaxpr.invars[n]] for n in outputs}
         for n, x in given.items():
             if x is None and blocks.number > 1:
                 given[n] = to_host(blocks.sharded(filled(outputs[n].aval)))
-        on_host, on_device = ({n: given[n] for n in given if self.inputs[n].on_host is it} for it in (True, False))
+        on_host = {n: x for n, x in given.items() if n in self.on_host}
+        on_device = {n: x for n, x in given.items() if n not in self.on_host}
 
         def compute(i: Any, there: Arrays) -> Arrays:
             take = lambda x, axis: blocks.take(x, i, axis)
             block = lambda v: there[number_of[v]] if number_of[v] in there else take(values[v], 0)
             rows = {v: block(v) if self.leaf_of.get(v) == leaf else values[v] for v in taken}
-            evaluation = Evaluation(self.jaxpr, rows, take)
-            evaluation.add(eqns)
+            evaluation = Rows(self.jaxpr, rows, take)
+            evaluation.evaluate(eqns)
             shape = lambda v: (v.aval.shape[0] // blocks.number, *v.aval.shape[1:])
             return {n: evaluation.in_shape(v, shape(v)) for n, v in outputs.items()}
 

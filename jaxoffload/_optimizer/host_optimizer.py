@@ -115,9 +115,7 @@ class HostOptimizer:
         _refuse_too_much(self.placements(params), self._shardings(params))
         update = self._update(lambda params, _: self.first_state(params), params, state)
         make = lambda *leaves: update.run([*leaves, *[None] * len(jax.tree.leaves(state))])
-        leaves = jax.tree.leaves(params)
-        is_traced = any(isinstance(x, jax.core.Tracer) for x in leaves)
-        return jax.tree.unflatten(jax.tree.structure(state), (make if is_traced else jax.jit(make))(*leaves))
+        return jax.tree.unflatten(jax.tree.structure(state), jax.jit(make, inline=True)(*jax.tree.leaves(params)))
 
     def apply(self, gradients: Any, params: Any, state: HostState) -> tuple[Any, HostState]:
         """Return the parameters after a step, and the new state. Call it in jit, and donate `params` and `state`.
@@ -135,8 +133,9 @@ class HostOptimizer:
         """
         _check_trees(gradients, params, state, jax.eval_shape(self.first_state, params))
         update = self._update(self.updated, gradients, params, state)
+        there = lambda x: x if on_host(jax.typeof(x)) else _there_p.bind(x)
         given = enumerate(jax.tree.leaves((gradients, params, state)))
-        operands = [_there(x) if n in update.on_host else on_device(x) for n, x in given]
+        operands = [there(x) if n in update.on_host else on_device(x) for n, x in given]
         return jax.tree.unflatten(jax.tree.structure((params, state)), update.run(operands))
 
     def placements(self, params: Any) -> Placements:
@@ -239,11 +238,6 @@ _there_p = define(
     results=lambda aval: aval.update(memory_space=HOST),
     lower=lambda _, x: [x],
 )
-
-
-def _there(x: Any) -> Any:
-    """Return an array that is in host memory, with a type that says so."""
-    return x if on_host(jax.typeof(x)) else _there_p.bind(x)
 
 
 def _cast(tree: Any, like: Any) -> Any:

@@ -8,7 +8,7 @@ an optimizer's update is written, and its masks are decided, for whole arrays.
 
 import math
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import numpy as np
@@ -44,17 +44,18 @@ def on_rows(jaxpr: Jaxpr, operands: Sequence[Any], take: Take, shapes: Sequence[
     return read(jaxpr.outvars, values) if shapes is None else list(map(rows.in_shape, jaxpr.outvars, shapes))
 
 
-class Rows:
+class Rows(NamedTuple):
     """The values of a jaxpr's variables so far, each whole or rows. `take` takes rows of a whole one."""
 
-    def __init__(self, jaxpr: Jaxpr, values: Values, take: Take):
-        self.jaxpr, self.values, self.take = jaxpr, values, take
+    jaxpr: Jaxpr
+    values: Values
+    take: Take
 
     def evaluate(self, eqns: Sequence[JaxprEqn]) -> None:
         """Evaluate some of the jaxpr's equations, and add their results."""
         for eqn in eqns:
             if rows := [n for n, v in enumerate(eqn.invars) if self._shape(v) != _whole(v)]:
-                self.values |= zip(eqn.outvars, self._results(eqn, rows[0]), strict=True)
+                self.values.update(zip(eqn.outvars, self._results(eqn, rows[0]), strict=True))
             else:
                 evaluate_equations(self.jaxpr, [eqn], self.values)
 

@@ -177,25 +177,22 @@ class HostOptimizer:
 
     def updated(self, gradients: Any, params: Any, state: HostState) -> tuple[Any, HostState]:
         """Return what `apply` does, from arrays that are all on the device: what it is to be equal to."""
-        weights = self._weights(params, state.remainders)
+        weights = _masters(params, state.remainders)
         if self.masters:
             gradients = jax.tree.map(lambda g, w: g.astype(w.dtype), gradients, weights)
         seen = jax.eval_shape(self.tx.init, weights)
         updates, inner = self.tx.update(gradients, _cast(state.inner, seen), weights)
         weights = jax.tree.map(lambda x, u: (x + u).astype(x.dtype), weights, updates)  # as `optax.apply_updates`
         inner = _cast(inner, state.inner)
-        if not self.masters:
-            return weights, HostState(inner, None)
-        part = lambda k: jax.tree.map(
-            lambda x, r: (x, None)[k] if r is None else split(x)[k], weights, state.remainders
-        )
-        return part(0), HostState(inner, part(1))
+        part = lambda k: lambda x, r: (x, None)[k] if r is None else split(x)[k]
+        weights, remainders = (jax.tree.map(part(k), weights, state.remainders) for k in (0, 1))
+        return weights, HostState(inner, remainders)
 
     def first_state(self, params: Any) -> HostState:
         """Return what `init` does, on the device."""
-        zeros = lambda x: jnp.zeros_like(x, jnp.int16) if x.dtype == jnp.bfloat16 else None
-        remainders = jax.tree.map(zeros, params) if self.masters else None
-        inner = self.tx.init(self._weights(params, remainders))
+        has_master = lambda x: self.masters and x.dtype == jnp.bfloat16
+        remainders = jax.tree.map(lambda x: jnp.zeros_like(x, jnp.int16) if has_master(x) else None, params)
+        inner = self.tx.init(_masters(params, remainders))
         if self.state_dtype is not None:
             leaves, tree = jax.tree.flatten(inner)
             casts = lambda owner, x: owner is not None and jnp.issubdtype(x.dtype, jnp.floating)
@@ -203,12 +200,6 @@ class HostOptimizer:
             leaves = [x.astype(self.state_dtype) if casts(n, x) else x for n, x in zip(of, leaves, strict=True)]
             inner = jax.tree.unflatten(tree, leaves)
         return HostState(inner, remainders)
-
-    def _weights(self, params: Any, remainders: Any) -> Any:
-        """Return parameters as `tx` sees them."""
-        if not self.masters:
-            return params
-        return jax.tree.map(lambda x, r: x if r is None else join(x, r), params, remainders)
 
     def _shardings(self, params: Any) -> list[Any]:
         """Return the sharding of each parameter; None where it is on one device."""
@@ -238,6 +229,11 @@ _there_p = define(
     results=lambda aval: aval.update(memory_space=HOST),
     lower=lambda _, x: [x],
 )
+
+
+def _masters(params: Any, remainders: Any) -> Any:
+    """Return parameters as `tx` sees them."""
+    return jax.tree.map(lambda x, r: x if r is None else join(x, r), params, remainders)
 
 
 def _cast(tree: Any, like: Any) -> Any:

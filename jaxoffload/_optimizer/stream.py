@@ -80,52 +80,48 @@ class Blocks(NamedTuple):
 
 
 class Stream(NamedTuple):
-    """A leaf whose state streams. Its arrays have numbers that no other leaf's have.
+    """A leaf whose state streams.
 
     Attributes:
       blocks: how its arrays are divided.
-      on_host: its state.
-      on_device: what is replaced there, in place: the parameter.
-      reads: the numbers of the arrays on the host from which the new ones are computed.
-      compute: the number of a block, and the blocks of what is read, by number -> those that replace them.
+      arrays: those that are replaced, by numbers that no other leaf has: its state, and the parameter.
+      on_host: the numbers of those on the host.
+      reads: the numbers of those on the host that the new ones are computed from.
+      compute: the number of a block, and that block of the arrays on the device and of those read -> the new ones.
     """
 
     blocks: Blocks
-    on_host: Arrays
-    on_device: Arrays
+    arrays: Arrays
+    on_host: Collection[int]
     reads: Collection[int]
     compute: Callable[[Any, Arrays], Arrays]
 
 
 def stream(leaves: Sequence[Stream]) -> Arrays:
-    """Return the arrays that replace those of the leaves, by number. All leaves have as many blocks."""
+    """Return the arrays that replace those of the leaves. All leaves have as many blocks."""
     zero = opaque_zero()
 
-    def fetch(stacks: Arrays, i: Any) -> Arrays:
-        return {n: to_device(leaf.blocks.take(stacks[n], i)) for leaf in leaves for n in leaf.reads}
+    def fetch(arrays: Arrays, i: Any) -> Arrays:
+        return {n: to_device(leaf.blocks.take(arrays[n], i)) for leaf in leaves for n in leaf.reads}
 
-    def iteration(i: Any, state: tuple[Arrays, Arrays, Arrays], is_last: bool = False) -> tuple[Arrays, Arrays, Arrays]:
-        stacks, arrays, fetched = map(dict, state)
-        coming = {} if is_last else fetch(stacks, i + 1)  # XLA:GPU would not clamp a row behind the last
+    def iteration(i: Any, state: tuple[Arrays, Arrays], is_last: bool = False) -> tuple[Arrays, Arrays]:
+        arrays, fetched = dict(state[0]), state[1]
+        coming = {} if is_last else fetch(arrays, i + 1)  # XLA:GPU would not clamp a row behind the last
         i_device = i + zero
         for leaf in leaves:
             # From the array that is replaced: from the one that was given, XLA would copy it before the loop.
-            old = {n: leaf.blocks.take(arrays[n], i_device) for n in leaf.on_device}
-            new = leaf.compute(i_device, fetched | old)
-            for n in leaf.on_host:
+            old = {n: leaf.blocks.take(arrays[n], i_device) for n in leaf.arrays if n not in leaf.on_host}
+            for n, block in leaf.compute(i_device, fetched | old).items():
                 # Each array is read before it is written, so XLA need not copy it. An order of all reads before all
                 # writes would have the two directions of the bus wait for each other.
-                stack, block = stacks[n], new[n]
                 if n in coming:
-                    coming[n], stack, block = lax.optimization_barrier((coming[n], stack, block))
-                stacks[n] = leaf.blocks.put(stack, to_host(block), i)
-            arrays |= {n: leaf.blocks.put(arrays[n], new[n], i_device) for n in leaf.on_device}
-        return stacks, arrays, coming
+                    coming[n], arrays[n], block = lax.optimization_barrier((coming[n], arrays[n], block))
+                there = n in leaf.on_host
+                arrays[n] = leaf.blocks.put(arrays[n], to_host(block) if there else block, i if there else i_device)
+        return arrays, coming
 
-    stacks = {n: x for leaf in leaves for n, x in leaf.on_host.items()}
-    arrays = {n: x for leaf in leaves for n, x in leaf.on_device.items()}
-    state, last = (stacks, arrays, fetch(stacks, 0)), leaves[0].blocks.number - 1
+    arrays = {n: x for leaf in leaves for n, x in leaf.arrays.items()}
+    state, last = (arrays, fetch(arrays, 0)), leaves[0].blocks.number - 1
     if last:
         state = lax.fori_loop(0, last, iteration, state)
-    stacks, arrays, _ = iteration(last, state, is_last=True)
-    return stacks | arrays
+    return iteration(last, state, is_last=True)[0]

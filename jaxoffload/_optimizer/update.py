@@ -67,16 +67,16 @@ class Update:
         self.jaxpr = _with_single_conds(written_out(jaxpr, [True] * len(leaves), lambda *_: True))
         self.leaves, self.placements, self.blocks = leaves, list(placements), dict(blocks)
         self.on_host = {n for n, leaf in enumerate(leaves) if n >= state and leaf in blocks}
-        self.outputs = dict(enumerate(self.jaxpr.outvars, len(leaves) - len(self.jaxpr.outvars)))
+        self.outputs: dict[int, Any] = dict(enumerate(self.jaxpr.outvars, len(leaves) - len(self.jaxpr.outvars)))
         self.leaf_of = {v: leaf for v, leaf in zip(self.jaxpr.invars, leaves, strict=True) if leaf in blocks}
         made = [v for eqn in self.jaxpr.eqns for v in eqn.outvars]
         every = [*self.jaxpr.invars, *self.jaxpr.constvars, *made]
         jax.eval_shape(lambda *values: self._divide(dict(zip(every, values, strict=True))), *(v.aval for v in every))
 
     def _divide(self, whole: Values) -> None:
-        """Fill `leaf_of`. `whole` has each variable; so nothing is computed but blocks."""
+        """Fill `leaf_of`. `whole` has each variable, so nothing is computed but blocks."""
         take = lambda leaf: lambda x, axis: lax.slice_in_dim(x, 0, x.shape[axis] // self.blocks[leaf].number, axis=axis)
-        rows = {v: take(leaf)(whole[v], 0) for v, leaf in self.leaf_of.items()}
+        rows: Values = {v: take(leaf)(whole[v], 0) for v, leaf in self.leaf_of.items()}
         from_host = {self.jaxpr.invars[n] for n in self.on_host}
         for eqn in self.jaxpr.eqns:
             operands = variables(eqn.invars)
@@ -87,7 +87,7 @@ class Update:
             if len(leaves) != 1:
                 continue  # computed from whole arrays on the device
             (leaf,) = leaves
-            values = {v: rows[v] if self.leaf_of.get(v) == leaf else whole[v] for v in operands}
+            values: Values = {v: rows[v] if self.leaf_of.get(v) == leaf else whole[v] for v in operands}
             try:
                 if self.blocks[leaf].number > 1:
                     Rows(self.jaxpr, values, take(leaf)).evaluate([eqn])
@@ -99,11 +99,11 @@ class Update:
             self.leaf_of |= dict.fromkeys(eqn.outvars, leaf)
             from_host.update(eqn.outvars if of_state else [])
         for n, v in self.outputs.items():
-            leaf, of = self.leaves[n], self.leaf_of.get(v) if isinstance(v, Var) else None
-            if of is not None and of == leaf and rows[v].shape[1:] != whole[v].shape[1:]:
-                self._mixes(of, None)  # its rows are along another axis
-            elif of is not None and of != leaf and v in from_host:
-                raise self._refusal(of, None) if leaf is None else self._refusal(leaf, None, of)
+            into, of = self.leaves[n], self.leaf_of.get(v) if isinstance(v, Var) else None
+            if of is not None and of == into and rows[v].shape[1:] != whole[v].shape[1:]:
+                self._mixes(of, None)  # its rows lie along another axis
+            elif of is not None and of != into and v in from_host:
+                raise self._refusal(of, None) if into is None else self._refusal(into, None, of)
 
     def _mixes(self, leaf: int, eqn: JaxprEqn | None) -> None:
         """Let the state of a leaf whose rows are mixed come as one block."""
@@ -135,10 +135,10 @@ class Update:
         for leaves in self._loops():
             streams = [self._stream(leaf, *parts[leaf], values) for leaf in leaves]
             if self.blocks[leaves[0]].number == 1:  # one after another, so that the device holds the state of one
-                on_host, _ = lax.optimization_barrier((streams[0].on_host, before))
-                streams = [streams[0]._replace(on_host=on_host)]
+                arrays, _ = lax.optimization_barrier((streams[0].arrays, before))
+                streams = [streams[0]._replace(arrays=arrays)]
             new |= stream(streams)
-            before = [new[n] for n in streams[0].on_device]
+            before = [new[n] for n in streams[0].arrays if n not in self.on_host]
         return [new[n] for n in self.outputs]
 
     def _needed(self, atoms: Iterable[Any], is_inside: Callable[[JaxprEqn], bool]) -> list[JaxprEqn]:
@@ -179,26 +179,26 @@ class Update:
         return loops
 
     def _stream(self, leaf: int, eqns: list[JaxprEqn], taken: list[Var], values: Values) -> Stream:
-        blocks, number_of = self.blocks[leaf], {v: n for n, v in enumerate(self.jaxpr.invars)}
+        blocks = self.blocks[leaf]
         outputs = {n: v for n, v in self.outputs.items() if self.leaves[n] == leaf}
-        given = {n: values[self.jaxpr.invars[n]] for n in outputs}
-        for n, x in given.items():
+        arrays = {n: values[self.jaxpr.invars[n]] for n in outputs}
+        for n, x in arrays.items():
             if x is None and blocks.number > 1:
-                given[n] = to_host(blocks.sharded(filled(outputs[n].aval)))
-        on_host = {n: x for n, x in given.items() if n in self.on_host}
-        on_device = {n: x for n, x in given.items() if n not in self.on_host}
+                arrays[n] = to_host(blocks.sharded(filled(outputs[n].aval)))
 
         def compute(i: Any, there: Arrays) -> Arrays:
             take = lambda x, axis: blocks.take(x, i, axis)
-            block = lambda v: there[number_of[v]] if number_of[v] in there else take(values[v], 0)
-            rows = {v: block(v) if self.leaf_of.get(v) == leaf else values[v] for v in taken}
-            evaluation = Rows(self.jaxpr, rows, take)
-            evaluation.evaluate(eqns)
+            rows = {self.jaxpr.invars[n]: x for n, x in there.items()}
+            rows |= {
+                v: take(values[v], 0) if self.leaf_of.get(v) == leaf else values[v] for v in taken if v not in rows
+            }
+            evaluated = Rows(self.jaxpr, rows, take)
+            evaluated.evaluate(eqns)
             shape = lambda v: (v.aval.shape[0] // blocks.number, *v.aval.shape[1:])
-            return {n: evaluation.in_shape(v, shape(v)) for n, v in outputs.items()}
+            return {n: evaluated.in_shape(v, shape(v)) for n, v in outputs.items()}
 
-        reads = on_host.keys() & {number_of.get(v) for v in taken}
-        return Stream(blocks, on_host, on_device, reads, compute)
+        on_host = arrays.keys() & self.on_host
+        return Stream(blocks, arrays, on_host, {n for n in on_host if self.jaxpr.invars[n] in taken}, compute)
 
 
 def _with_single_conds(jaxpr: Jaxpr) -> Jaxpr:

@@ -6,7 +6,8 @@ must treat the rows of the leaf's first axis by themselves (`rows.py`): it strea
 whose rows are mixed streams as one block.
 """
 
-from collections.abc import Callable, Iterable, Sequence
+import itertools
+from collections.abc import Sequence
 from typing import Any
 
 import jax
@@ -17,7 +18,6 @@ from jax.extend.core.primitives import broadcast_in_dim_p, cond_p
 from .._engine.jaxprs.flat import division
 from .._engine.jaxprs.inline import (
     Values,
-    evaluate_equations,
     read,
     variables,
     with_needed_equations,
@@ -26,9 +26,9 @@ from .._engine.jaxprs.inline import (
 )
 from .._engine.layers.rows import filled
 from .._engine.layers.transport import to_host
-from .._jax import dce_jaxpr, where_written
+from .._jax import dce_jaxpr, evaluate, where_written
 from .placement import Placed
-from .rows import Mixed, Rows
+from .rows import Mixed, Rows, on_rows
 from .stream import Arrays, Blocks, Stream, stream
 
 STACK = 3  # the state of an array of so many axes, one of layers or experts, never comes to the device whole
@@ -129,8 +129,10 @@ class Update:
         values = dict(zip([*jaxpr.invars, *jaxpr.constvars], [*operands, *jaxpr.consts], strict=True))
         once = {n: v for n, v in self.outputs.items() if self.leaves[n] not in self.blocks}
         read_whole = [v for leaf, (_, taken) in parts.items() for v in taken if self.leaf_of.get(v) != leaf]
-        evaluate_equations(jaxpr, self._needed([*once.values(), *read_whole], lambda _: True), values)
-        new = dict(zip(once, read(list(once.values()), values), strict=True))
+        whole, taken = _part([eqn for eqn in jaxpr.eqns if not eqn.effects], [*once.values(), *read_whole], jaxpr)
+        found = evaluate(whole, read(taken, values))
+        new = dict(zip(once, found, strict=False))
+        values |= zip(read_whole, found[len(once) :], strict=True)
         before: list[Any] = []
         for leaves in self._loops():
             streams = [self._stream(leaf, *parts[leaf], values) for leaf in leaves]
@@ -141,28 +143,16 @@ class Update:
             before = [new[n] for n in streams[0].arrays if n not in self.on_host]
         return [new[n] for n in self.outputs]
 
-    def _needed(self, atoms: Iterable[Any], is_inside: Callable[[JaxprEqn], bool]) -> list[JaxprEqn]:
-        """Return the equations that these atoms need, in order; not those behind one that is outside."""
-        wanted, found = set(variables(list(atoms))), list[JaxprEqn]()
-        for eqn in reversed(self.jaxpr.eqns):
-            if not wanted.isdisjoint(eqn.outvars) and is_inside(eqn):
-                found.append(eqn)
-                wanted.update(variables(eqn.invars))
-        return found[::-1]
-
-    def _part(self, leaf: int) -> tuple[list[JaxprEqn], list[Var]]:
+    def _part(self, leaf: int) -> tuple[Jaxpr, list[Var]]:
         """Return what computes blocks of the results of a leaf, and from blocks or whole values of what."""
-        results = [v for n, v in self.outputs.items() if self.leaves[n] == leaf]
 
         def is_inside(eqn: JaxprEqn) -> bool:
             """Return if blocks compute this: constants too, which XLA folds into what reads them."""
             constant = eqn.primitive is broadcast_in_dim_p or not variables(eqn.invars)
             return constant or any(self.leaf_of.get(v) == leaf for v in eqn.outvars)
 
-        eqns = self._needed(results, is_inside)
-        made = {v for eqn in eqns for v in eqn.outvars}
-        read_there = variables([v for eqn in eqns for v in eqn.invars] + results)
-        return eqns, [v for v in dict.fromkeys(read_there) if v not in made]
+        results = [v for n, v in self.outputs.items() if self.leaves[n] == leaf]
+        return _part(list(filter(is_inside, self.jaxpr.eqns)), results, self.jaxpr)
 
     def _loops(self) -> list[list[int]]:
         """Return the leaves of each loop, those of few blocks first, and of these the largest."""
@@ -178,40 +168,46 @@ class Update:
             loops[-1].append(leaf)
         return loops
 
-    def _stream(self, leaf: int, eqns: list[JaxprEqn], taken: list[Var], values: Values) -> Stream:
-        blocks = self.blocks[leaf]
-        outputs = {n: v for n, v in self.outputs.items() if self.leaves[n] == leaf}
-        arrays = {n: values[self.jaxpr.invars[n]] for n in outputs}
+    def _stream(self, leaf: int, part: Jaxpr, taken: list[Var], values: Values) -> Stream:
+        blocks, invars = self.blocks[leaf], self.jaxpr.invars
+        shapes = {n: v.aval.shape for n, v in self.outputs.items() if self.leaves[n] == leaf}
+        arrays = {n: values[invars[n]] for n in shapes}
         for n, x in arrays.items():
             if x is None and blocks.number > 1:
-                arrays[n] = to_host(blocks.sharded(filled(outputs[n].aval)))
+                arrays[n] = to_host(blocks.sharded(filled(invars[n].aval)))
 
         def compute(i: Any, there: Arrays) -> Arrays:
             take = lambda x, axis: blocks.take(x, i, axis)
-            rows = {self.jaxpr.invars[n]: x for n, x in there.items()}
+            rows = {invars[n]: x for n, x in there.items()}
             rows |= {
                 v: take(values[v], 0) if self.leaf_of.get(v) == leaf else values[v] for v in taken if v not in rows
             }
-            evaluated = Rows(self.jaxpr, rows, take)
-            evaluated.evaluate(eqns)
-            shape = lambda v: (v.aval.shape[0] // blocks.number, *v.aval.shape[1:])
-            return {n: evaluated.in_shape(v, shape(v)) for n, v in outputs.items()}
+            wanted = [(rows // blocks.number, *rest) for rows, *rest in shapes.values()]
+            return dict(zip(shapes, on_rows(part, read(taken, rows), take, wanted), strict=True))
 
         on_host = arrays.keys() & self.on_host
-        return Stream(blocks, arrays, on_host, {n for n in on_host if self.jaxpr.invars[n] in taken}, compute)
+        return Stream(blocks, arrays, on_host, {n for n in on_host if invars[n] in taken}, compute)
+
+
+def _part(eqns: Sequence[JaxprEqn], results: Sequence[Any], jaxpr: Jaxpr) -> tuple[Jaxpr, list[Var]]:
+    """Return some equations of a jaxpr as one of their own, as far as these results need them, and what it takes."""
+    made = {v for eqn in eqns for v in eqn.outvars}
+    read_there = variables([*(v for eqn in eqns for v in eqn.invars), *results])
+    taken = [v for v in dict.fromkeys(read_there) if v not in made]
+    part = jaxpr.replace(
+        constvars=[], consts=[], invars=taken, outvars=[*results], eqns=[*eqns],
+        debug_info=with_unknown_names(jaxpr),
+    )  # fmt: skip
+    live, used = dce_jaxpr(part, [True] * len(results))
+    return live, list(itertools.compress(taken, used))
 
 
 def _with_single_conds(jaxpr: Jaxpr) -> Jaxpr:
     """Return a jaxpr in which each `cond` has one result, and the operands that this needs: those of one leaf."""
     eqns: list[JaxprEqn] = []
     for eqn in jaxpr.eqns:
-        if eqn.primitive is not cond_p or eqn.effects:
+        if eqn.primitive is cond_p and not eqn.effects:
+            eqns += [_part([eqn], [out], jaxpr)[0].eqns[0] for out in eqn.outvars]
+        else:
             eqns.append(eqn)
-            continue
-        alone = jaxpr.replace(
-            constvars=[], consts=[], invars=list(dict.fromkeys(variables(eqn.invars))), eqns=[eqn], outvars=eqn.outvars,
-            debug_info=with_unknown_names(jaxpr),
-        )  # fmt: skip
-        for n in range(len(eqn.outvars)):
-            eqns += dce_jaxpr(alone, [n == k for k in range(len(eqn.outvars))])[0].eqns
     return with_needed_equations(jaxpr.replace(eqns=eqns))

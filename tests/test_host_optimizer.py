@@ -158,6 +158,16 @@ def test_an_update_may_read_the_gradient_of_another_array():
     assert_equal((found[0], found[1].inner), after_steps(of_optax(tx), params, tx.init(params)))
 
 
+def test_rows_that_become_columns_are_mixed():
+    init = lambda params: jax.tree.map(jnp.zeros_like, params)
+    update = lambda g, state, params=None: (jax.tree.map(jnp.subtract, g, state), jax.tree.map(jnp.transpose, g))
+    tx, params = optax.GradientTransformation(init, update), {"w": jax.random.normal(KEY, (4, 4))}
+    ours = host_optimizer(tx, policy=ALL, shardings=ONE)
+    assert ours.placements(params)[0].blocks == 1
+    found = after_steps(jax.jit(ours.apply, compiler_options=exact_options()), params, ours.init(params))
+    assert_equal((found[0], found[1].inner), after_steps(of_optax(tx), params, tx.init(params)))
+
+
 MIXING = {
     "lamb": (lambda: optax.lamb(1e-3), "mixes the rows of its first axis, which are layers (reduce_sum"),
     "a norm of updates": (

@@ -33,25 +33,20 @@ class Blocks(NamedTuple):
 
     def take(self, x: Any, i: Any, axis: int = 0) -> Any:
         """Return block i of an array, whose rows are along `axis`."""
-        if self.number == 1:
-            return x
 
         def take(x: Any, i: Any) -> Any:
             rows = x.shape[axis] // self.number
             return lax.dynamic_slice_in_dim(x, i * rows, rows, axis, allow_negative_indices=False)
 
-        return self._in_shards(take, x, axis)(x, i)
+        return self._in_shards(take, axis, x, i) if self.number > 1 else x
 
     def put(self, x: Any, block: Any, i: Any) -> Any:
         """Return an array with its block i replaced."""
-        if self.number == 1:
-            return block
 
         def put(x: Any, block: Any, i: Any) -> Any:
-            at = i * (x.shape[0] // self.number)
-            return lax.dynamic_update_slice_in_dim(x, block, at, 0, allow_negative_indices=False)
+            return lax.dynamic_update_slice_in_dim(x, block, i * block.shape[0], 0, allow_negative_indices=False)
 
-        return self._in_shards(put, x)(x, block, i)
+        return self._in_shards(put, 0, x, block, i) if self.number > 1 else block
 
     def sharding_of(self, x: Any, axis: int = 0) -> Any:
         """Return how an array is sharded: as the parameter, or its rows alone if its shape is another."""
@@ -66,17 +61,13 @@ class Blocks(NamedTuple):
         unknown = isinstance(sharding, NamedSharding) and not jax.typeof(x).sharding.mesh.explicit_axes
         return lax.with_sharding_constraint(x, sharding) if unknown else x
 
-    def _in_shards(self, f: Callable[..., Any], x: Any, axis: int = 0) -> Callable[..., Any]:
-        """Return `f` of arrays like `x` and a number, for the part of each device if the rows are divided."""
+    def _in_shards(self, f: Callable[..., Any], axis: int, *operands: Any) -> Any:
+        """Return `f` of arrays and a number; if their rows are divided, of the part of each device."""
         if division(self.sharding).rows == 1:
-            return f
-        mesh, spec = self.sharding.mesh, self.sharding_of(x, axis).spec
-
-        def in_shards(*operands: Any) -> Any:
-            specs = (*[spec] * (len(operands) - 1), PartitionSpec())
-            return jax.shard_map(f, mesh=mesh, in_specs=specs, out_specs=spec)(*operands)
-
-        return in_shards
+            return f(*operands)
+        spec = self.sharding_of(operands[0], axis).spec
+        specs = (*[spec] * (len(operands) - 1), PartitionSpec())
+        return jax.shard_map(f, mesh=self.sharding.mesh, in_specs=specs, out_specs=spec)(*operands)
 
 
 class Stream(NamedTuple):

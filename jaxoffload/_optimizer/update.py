@@ -49,6 +49,7 @@ class Update:
       blocks: of each leaf with state on the host.
       outputs: the results, by the numbers of the inputs that they replace.
       leaf_of: the leaf with whose blocks a value is computed, if it is.
+      from_host: the values that depend on state there.
     """
 
     def __init__(
@@ -69,18 +70,18 @@ class Update:
         self.on_host = {n for n, leaf in enumerate(leaves) if n >= state and leaf in blocks}
         self.outputs: dict[int, Any] = dict(enumerate(self.jaxpr.outvars, len(leaves) - len(self.jaxpr.outvars)))
         self.leaf_of = {v: leaf for v, leaf in zip(self.jaxpr.invars, leaves, strict=True) if leaf in blocks}
+        self.from_host = {self.jaxpr.invars[n] for n in self.on_host}
         made = [v for eqn in self.jaxpr.eqns for v in eqn.outvars]
         every = [*self.jaxpr.invars, *self.jaxpr.constvars, *made]
         jax.eval_shape(lambda *values: self._divide(dict(zip(every, values, strict=True))), *(v.aval for v in every))
 
     def _divide(self, whole: Values) -> None:
-        """Fill `leaf_of`. `whole` has each variable, so nothing is computed but blocks."""
+        """Fill `leaf_of` and `from_host`. `whole` has each variable, so nothing is computed but blocks."""
         take = lambda leaf: lambda x, axis: lax.slice_in_dim(x, 0, x.shape[axis] // self.blocks[leaf].number, axis=axis)
         rows: Values = {v: take(leaf)(whole[v], 0) for v, leaf in self.leaf_of.items()}
-        from_host = {self.jaxpr.invars[n] for n in self.on_host}
         for eqn in self.jaxpr.eqns:
             operands = variables(eqn.invars)
-            of_state = list(dict.fromkeys(self.leaf_of[v] for v in operands if v in from_host))
+            of_state = list(dict.fromkeys(self.leaf_of[v] for v in operands if v in self.from_host))
             if len(of_state) > 1:
                 raise self._refusal(of_state[0], eqn, of_state[1])
             leaves = of_state or list({self.leaf_of[v] for v in operands if v in self.leaf_of})
@@ -97,12 +98,12 @@ class Update:
                 self._mixes(leaf, mixed.eqn)
             rows |= {v: values.get(v, whole[v]) for v in eqn.outvars}
             self.leaf_of |= dict.fromkeys(eqn.outvars, leaf)
-            from_host.update(eqn.outvars if of_state else [])
+            self.from_host.update(eqn.outvars if of_state else [])
         for n, v in self.outputs.items():
             into, of = self.leaves[n], self.leaf_of.get(v) if isinstance(v, Var) else None
             if of is not None and of == into and rows[v].shape[1:] != whole[v].shape[1:]:
                 self._mixes(of, None)  # its rows lie along another axis
-            elif of is not None and of != into and v in from_host:
+            elif of is not None and of != into and v in self.from_host:
                 raise self._refusal(of, None) if into is None else self._refusal(into, None, of)
 
     def _mixes(self, leaf: int, eqn: JaxprEqn | None) -> None:
@@ -129,7 +130,8 @@ class Update:
         values = dict(zip([*jaxpr.invars, *jaxpr.constvars], [*operands, *jaxpr.consts], strict=True))
         once = {n: v for n, v in self.outputs.items() if self.leaves[n] not in self.blocks}
         read_whole = [v for leaf, (_, taken) in parts.items() for v in taken if self.leaf_of.get(v) != leaf]
-        whole, taken = _part([eqn for eqn in jaxpr.eqns if not eqn.effects], [*once.values(), *read_whole], jaxpr)
+        first = [eqn for eqn in jaxpr.eqns if self.from_host.isdisjoint(variables(eqn.invars))]
+        whole, taken = _part(first, [*once.values(), *read_whole], jaxpr)
         found = evaluate(whole, read(taken, values))
         new = dict(zip(once, found, strict=False))
         values |= zip(read_whole, found[len(once) :], strict=True)
@@ -148,7 +150,7 @@ class Update:
 
         def is_inside(eqn: JaxprEqn) -> bool:
             """Return if blocks compute this: constants too, which XLA folds into what reads them."""
-            constant = eqn.primitive is broadcast_in_dim_p or not variables(eqn.invars)
+            constant = eqn.primitive is broadcast_in_dim_p or not (variables(eqn.invars) or eqn.effects)
             return constant or any(self.leaf_of.get(v) == leaf for v in eqn.outvars)
 
         results = [v for n, v in self.outputs.items() if self.leaves[n] == leaf]

@@ -701,4 +701,5 @@ def test_each_gpu_streams_its_own_part_of_an_optimizers_state(two_gpus, kind):
         module = module_of(step.lower(params, params).compile())
     both = [directions for directions in directions_in_loops(module) if False in directions]
     assert len(both) == 2 and all(directions.count(True) == directions.count(False) for directions in both)
-    assert [line.opcode for line in module if re.match("all-|collective|reduce-scatter", line.opcode)] == ["all-reduce"]
+    sent = [line.opcode for line in module if re.match("all-|collective|reduce-scatter", line.opcode)]
+    assert sent in (["all-reduce"], ["all-reduce-start", "all-reduce-done"])

@@ -16,18 +16,11 @@ from jax.extend.core import Jaxpr, JaxprEqn, Var
 from jax.extend.core.primitives import broadcast_in_dim_p, cond_p
 
 from .._engine.jaxprs.flat import division
-from .._engine.jaxprs.inline import (
-    Values,
-    read,
-    variables,
-    with_needed_equations,
-    with_unknown_names,
-    written_out,
-)
+from .._engine.jaxprs.inline import Values, read, variables, with_needed_equations, with_unknown_names, written_out
 from .._engine.layers.rows import filled
 from .._engine.layers.transport import to_host
 from .._jax import dce_jaxpr, evaluate, where_written
-from .placement import Placed
+from .placement import Placements
 from .rows import Mixed, Rows, on_rows
 from .stream import Arrays, Blocks, Stream, stream
 
@@ -53,12 +46,7 @@ class Update:
     """
 
     def __init__(
-        self,
-        jaxpr: Jaxpr,
-        leaves: Sequence[int | None],
-        state: int,
-        placements: Sequence[Placed],
-        blocks: dict[int, Blocks],
+        self, jaxpr: Jaxpr, leaves: Sequence[int | None], state: int, placements: Placements, blocks: dict[int, Blocks]
     ):
         """Find what runs block by block. Inputs from number `state` on are the state.
 
@@ -131,7 +119,7 @@ class Update:
         once = {n: v for n, v in self.outputs.items() if self.leaves[n] not in self.blocks}
         read_whole = [v for leaf, (_, taken) in parts.items() for v in taken if self.leaf_of.get(v) != leaf]
         first = [eqn for eqn in jaxpr.eqns if self.from_host.isdisjoint(variables(eqn.invars))]
-        whole, taken = _part(first, [*once.values(), *read_whole], jaxpr)
+        whole, taken = _part_of(jaxpr, first, [*once.values(), *read_whole])
         found = evaluate(whole, read(taken, values))
         new = dict(zip(once, found, strict=False))
         values |= zip(read_whole, found[len(once) :], strict=True)
@@ -154,7 +142,7 @@ class Update:
             return constant or any(self.leaf_of.get(v) == leaf for v in eqn.outvars)
 
         results = [v for n, v in self.outputs.items() if self.leaves[n] == leaf]
-        return _part(list(filter(is_inside, self.jaxpr.eqns)), results, self.jaxpr)
+        return _part_of(self.jaxpr, list(filter(is_inside, self.jaxpr.eqns)), results)
 
     def _loops(self) -> list[list[int]]:
         """Return the leaves of each loop, those of few blocks first, and of these the largest."""
@@ -191,15 +179,14 @@ class Update:
         return Stream(blocks, arrays, on_host, {n for n in on_host if invars[n] in taken}, compute)
 
 
-def _part(eqns: Sequence[JaxprEqn], results: Sequence[Any], jaxpr: Jaxpr) -> tuple[Jaxpr, list[Var]]:
+def _part_of(jaxpr: Jaxpr, eqns: Sequence[JaxprEqn], results: Sequence[Any]) -> tuple[Jaxpr, list[Var]]:
     """Return some equations of a jaxpr as one of their own, as far as these results need them, and what it takes."""
     made = {v for eqn in eqns for v in eqn.outvars}
     read_there = variables([*(v for eqn in eqns for v in eqn.invars), *results])
     taken = [v for v in dict.fromkeys(read_there) if v not in made]
     part = jaxpr.replace(
-        constvars=[], consts=[], invars=taken, outvars=[*results], eqns=[*eqns],
-        debug_info=with_unknown_names(jaxpr),
-    )  # fmt: skip
+        constvars=[], consts=[], invars=taken, outvars=[*results], eqns=[*eqns], debug_info=with_unknown_names(jaxpr)
+    )
     live, used = dce_jaxpr(part, [True] * len(results))
     return live, list(itertools.compress(taken, used))
 
@@ -209,7 +196,7 @@ def _with_single_conds(jaxpr: Jaxpr) -> Jaxpr:
     eqns: list[JaxprEqn] = []
     for eqn in jaxpr.eqns:
         if eqn.primitive is cond_p and not eqn.effects:
-            eqns += [_part([eqn], [out], jaxpr)[0].eqns[0] for out in eqn.outvars]
+            eqns += [_part_of(jaxpr, [eqn], [out])[0].eqns[0] for out in eqn.outvars]
         else:
             eqns.append(eqn)
     return with_needed_equations(jaxpr.replace(eqns=eqns))

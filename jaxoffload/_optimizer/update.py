@@ -97,7 +97,7 @@ class Update:
     def _mixes(self, leaf: int, eqn: JaxprEqn | None) -> None:
         """Let the state of a leaf whose rows are mixed come as one block."""
         if self.blocks[leaf].ndim >= STACK:
-            raise self._refusal(leaf, eqn)
+            raise self._refusal(leaf, eqn) from None
         self.blocks[leaf] = self.blocks[leaf]._replace(number=1)
         self.placements[leaf] = self.placements[leaf]._replace(blocks=1)
 

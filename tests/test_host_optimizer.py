@@ -7,6 +7,7 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
+from jax import lax
 from jax.sharding import AxisType, NamedSharding, PartitionSpec, SingleDeviceSharding
 from optax import contrib
 from pages import ROOT, result
@@ -15,9 +16,9 @@ from benchmarks import optimizer
 from jaxoffload import HostPoolFull, Policy, PolicyError, host_optimizer, scan, tag, verify
 from jaxoffload._engine.host.need import held_by_arguments, need_of, refuse_what_does_not_fit
 from jaxoffload._jax import ELEMENTWISE
-from jaxoffload._optimizer import host_optimizer as _host_optimizer
 from jaxoffload._optimizer import placement as _placement
 from jaxoffload._optimizer import stream as _stream
+from jaxoffload._optimizer import update as _update
 from jaxoffload._optimizer.masters import join, split
 from jaxoffload.proof import Bus, Machine, exact_options, predict
 
@@ -158,6 +159,34 @@ def test_a_transformation_of_ones_own_is_judged_by_what_it_computes():
     assert_bits(optax.GradientTransformation(init, update), params_in())
 
 
+BY_ROWS = {
+    "zeros in a branch": lambda g, m, n: lax.cond(n > 1, lambda: 0.9 * m + g, lambda: jnp.zeros_like(m)),
+    "what is whole in a branch": lambda g, m, n: lax.cond(n > 1, lambda: m, lambda: jnp.arange(512.0).reshape(m.shape)),
+    "a sum that begins with zeros": lambda g, m, n: lax.fori_loop(0, 3, lambda i, c: c + g, jnp.zeros_like(m)) + m,
+    "what a loop stacks": lambda g, m, n: lax.scan(lambda c, x: (c + x * g, 2 * c), m, jnp.arange(3.0))[1].sum(0),
+    "a matmul over a batch": lambda g, m, n: (m @ jnp.swapaxes(g, 1, 2)) @ g,
+    "a matmul with all of a gradient": lambda g, m, n: jnp.einsum("lij,kij->lj", m, g)[:, None] + m,
+    "a norm of each layer": lambda g, m, n: m + g / jnp.linalg.norm((g + m).reshape(4, -1), axis=1).reshape(4, 1, 1),
+    "the number of a layer": lambda g, m, n: m + g * jnp.arange(4.0).reshape(4, 1, 1),
+}
+
+
+@pytest.mark.parametrize("name", BY_ROWS)
+def test_what_treats_layers_by_themselves_streams(name):
+    init = lambda params: {"m": jnp.zeros_like(params), "calls": 0}
+
+    def update(gradients, state, params=None):
+        m = BY_ROWS[name](gradients, state["m"], state["calls"])
+        return -m, {"m": m, "calls": state["calls"] + 1}
+
+    tx, params = optax.GradientTransformation(init, update), params_in()["layers"]["w"]
+    ours = host_optimizer(tx, policy=ALL, shardings=ONE)
+    assert ours.placements(params)[0].blocks == 4
+    found = after_steps(jax.jit(ours.apply), params, ours.init(params))
+    close = lambda a, b: np.testing.assert_allclose(np.asarray(a), np.asarray(b), rtol=1e-4, atol=1e-5)
+    jax.tree.map(close, (found[0], found[1].inner), after_steps(of_optax(tx), params, tx.init(params)))
+
+
 def test_an_update_may_read_the_gradient_of_another_array():
     """Which is on the device, whole: of it, too, blocks read the rows that belong to them."""
     init = lambda params: jax.tree.map(jnp.zeros_like, params)
@@ -168,6 +197,16 @@ def test_an_update_may_read_the_gradient_of_another_array():
 
     draw = lambda n: jax.random.normal(jax.random.key(n), (384, 8))  # 128 blocks of three rows
     assert_bits(optax.GradientTransformation(init, update), {"a": draw(0), "b": draw(1)})
+
+
+def test_rows_that_become_columns_are_mixed():
+    init = lambda params: jax.tree.map(jnp.zeros_like, params)
+    update = lambda g, state, params=None: (jax.tree.map(jnp.subtract, g, state), jax.tree.map(jnp.transpose, g))
+    tx, params = optax.GradientTransformation(init, update), {"w": jax.random.normal(KEY, (4, 4))}
+    ours = host_optimizer(tx, policy=ALL, shardings=ONE)
+    assert ours.placements(params)[0].blocks == 1
+    found = after_steps(jax.jit(ours.apply, compiler_options=exact_options()), params, ours.init(params))
+    assert_equal((found[0], found[1].inner), after_steps(of_optax(tx), params, tx.init(params)))
 
 
 MIXING = {
@@ -489,7 +528,7 @@ def another_row(monkeypatch):
 
 def all_at_once(monkeypatch):
     monkeypatch.setattr(_placement, "MOST_BLOCKS", 1)
-    monkeypatch.setattr(_host_optimizer, "STACK", 4)
+    monkeypatch.setattr(_update, "STACK", 4)
 
 
 @pytest.mark.claim("host-state-is-verified")

@@ -19,10 +19,9 @@ from .._tracing import tracing
 from .masters import join, split
 from .placement import Placements, owners, placed
 from .stream import Blocks
-from .update import Input, MixesRows, Output, Update, divided
+from .update import Update
 
 SCOPE = "host_optimizer"  # of what an optimizer computes, in a trace
-STACK = 3  # the state of an array of so many axes, one of layers or experts, never comes to the device whole
 
 
 class HostState(NamedTuple):
@@ -115,19 +114,15 @@ class HostOptimizer:
 
     def init(self, params: Any) -> HostState:
         """Return the state of parameters, each array where `placements` says, sharded as its parameter."""
-        leaves, shardings = jax.tree.leaves(params), self._shardings(params)
         state = jax.eval_shape(self.first_state, params)
-        placements = self.placements(params)
-        _refuse_too_much(placements, shardings)
+        _refuse_too_much(self.placements(params), self._shardings(params))
+        update = self._update(lambda params, _: self.first_state(params), params, state)
 
-        def make(params: Any) -> HostState:
-            inputs = list(map(Input, range(len(leaves))))
-            outputs = [Output(n, _is_on_host(n, placements), None) for n in owners(state, params)]
-            update = _divided(self.first_state, (params,), inputs, outputs, placements, shardings)
+        def make(*leaves: Any) -> list[Any]:
             with jax.named_scope(SCOPE):
-                return jax.tree.unflatten(jax.tree.structure(state), update.run(jax.tree.leaves(params)))
+                return update.run([*leaves, *[None] * len(jax.tree.leaves(state))])
 
-        return make(params) if any(isinstance(x, jax.core.Tracer) for x in leaves) else jax.jit(make)(params)
+        return jax.tree.unflatten(jax.tree.structure(state), jax.jit(make, inline=True)(*jax.tree.leaves(params)))
 
     def apply(self, gradients: Any, params: Any, state: HostState) -> tuple[Any, HostState]:
         """Return the parameters after a step, and the new state. Call it in jit, and donate `params` and `state`.
@@ -144,9 +139,10 @@ class HostOptimizer:
           TypeError: gradients or state are not those of `params`.
         """
         _check_trees(gradients, params, state, jax.eval_shape(self.first_state, params))
-        update = self._applied(gradients, params, state)
-        given = zip(jax.tree.leaves((gradients, params, state)), update.inputs, strict=True)
-        operands = [_there(x) if it.on_host else on_device(x) for x, it in given]
+        update = self._update(self.updated, gradients, params, state)
+        there = lambda x: x if on_host(jax.typeof(x)) else _there_p.bind(x)
+        given = enumerate(jax.tree.leaves((gradients, params, state)))
+        operands = [there(x) if n in update.on_host else on_device(x) for n, x in given]
         if tracing().reference:
             args = jax.tree.unflatten(jax.tree.structure((gradients, params, state)), map(on_device, operands))
             return self.updated(*args)
@@ -156,72 +152,65 @@ class HostOptimizer:
     def placements(self, params: Any) -> Placements:
         """Return where the state of parameters, or of their shapes and dtypes, lives; printed, it is a table."""
         state = jax.eval_shape(self.first_state, params)
-        blocks = self._applied(params, params, state).blocks
-        found = placed(self.policy, params, state, self._shardings(params))
-        return Placements(p._replace(blocks=blocks[n].number if n in blocks else 1) for n, p in enumerate(found))
+        return Placements(self._update(self.updated, params, params, state).placements)
 
     def state_shardings(self, params: Any) -> HostState:
         """Return the shardings of the state, with the memory that each array is in: for `jax.jit`'s `out_shardings`, or
         to read a checkpoint. Parameters may be given as shapes, dtypes and shardings."""
         state = jax.eval_shape(self.first_state, params)
-        shardings, placements = self._shardings(params), self.placements(params)
+        shardings, placements, shapes = self._shardings(params), self.placements(params), jax.tree.leaves(params)
 
         def of(leaf: int | None, x: Any) -> Any:
-            sharding, param = shardings[leaf or 0], jax.tree.leaves(params)[leaf or 0]
+            sharding = shardings[leaf or 0]
             if isinstance(sharding, NamedSharding) and (x.sharding or leaf is None):
                 spec = x.sharding.spec if x.sharding else PartitionSpec()  # with Explicit axes its type says it
                 sharding = NamedSharding(sharding.mesh, spec)
             else:
-                sharding = Blocks(1, sharding, len(param.shape)).sharding_of(x)
-            return sharding.with_memory_kind("pinned_host") if _is_on_host(leaf, placements) else sharding
+                sharding = Blocks(1, sharding, len(shapes[leaf or 0].shape)).sharding_of(x)
+            is_on_host = leaf is not None and placements[leaf].place == "host"
+            return sharding.with_memory_kind("pinned_host") if is_on_host else sharding
 
         leaves, tree = jax.tree.flatten(state)
         return jax.tree.unflatten(tree, map(of, owners(state, params), leaves))
 
-    def _applied(self, gradients: Any, params: Any, state: HostState) -> Update:
-        shardings = self._shardings(params)
-        placements = placed(self.policy, params, state, shardings)
-        of_params, of_state = range(len(placements)), owners(state, params)
-        inputs = [*map(Input, of_params), *map(Input, of_params)]
-        inputs += [Input(n, _is_on_host(n, placements)) for n in of_state]
-        outputs = [Output(x.leaf, x.on_host, n) for n, x in enumerate(inputs)][len(of_params) :]
-        return _divided(self.updated, (gradients, params, state), inputs, outputs, placements, shardings)
+    def _update(self, f: Callable[..., Any], *args: Any) -> Update:
+        """Return `f` of these trees, divided. It updates the last, the state; the others are as the parameters."""
+        *others, state = args
+        params, shardings = jax.tree.leaves(others[-1]), self._shardings(others[-1])
+        placements = placed(self.policy, others[-1], state, shardings)
+        of_leaves = enumerate(zip(placements, shardings, params, strict=True))
+        blocks = {n: Blocks(p.blocks, s, len(x.shape)) for n, (p, s, x) in of_leaves if p.place == "host"}
+        of_others = [n for _ in others for n in range(len(params))]
+        leaves, tree = jax.tree.flatten(args)
+        avals = jax.make_jaxpr(lambda *xs: list(map(on_device, xs)))(*leaves).out_avals
+        jaxpr = jax.make_jaxpr(lambda *xs: jax.tree.leaves(f(*jax.tree.unflatten(tree, xs))))(*avals)
+        return Update(jaxpr, [*of_others, *owners(state, others[-1])], len(of_others), placements, blocks)
 
     def updated(self, gradients: Any, params: Any, state: HostState) -> tuple[Any, HostState]:
         """Return what `apply` does, from arrays that are all on the device: what it is to be equal to."""
-        weights = self._weights(params, state.remainders)
+        weights = _masters(params, state.remainders)
         if self.masters:
             gradients = jax.tree.map(lambda g, w: g.astype(w.dtype), gradients, weights)
         seen = jax.eval_shape(self.tx.init, weights)
         updates, inner = self.tx.update(gradients, _cast(state.inner, seen), weights)
         weights = jax.tree.map(lambda x, u: (x + u).astype(x.dtype), weights, updates)  # as `optax.apply_updates`
         inner = _cast(inner, state.inner)
-        if not self.masters:
-            return weights, HostState(inner, None)
-        part = lambda k: jax.tree.map(
-            lambda x, r: (x, None)[k] if r is None else split(x)[k], weights, state.remainders
-        )
-        return part(0), HostState(inner, part(1))
+        part = lambda k: lambda x, r: (x, None)[k] if r is None else split(x)[k]
+        weights, remainders = (jax.tree.map(part(k), weights, state.remainders) for k in (0, 1))
+        return weights, HostState(inner, remainders)
 
     def first_state(self, params: Any) -> HostState:
         """Return what `init` does, on the device."""
-        inner = self.tx.init(self._weights(params, None))
+        has_master = lambda x: self.masters and x.dtype == jnp.bfloat16
+        remainders = jax.tree.map(lambda x: jnp.zeros_like(x, jnp.int16) if has_master(x) else None, params)
+        inner = self.tx.init(_masters(params, remainders))
         if self.state_dtype is not None:
             leaves, tree = jax.tree.flatten(inner)
             casts = lambda owner, x: owner is not None and jnp.issubdtype(x.dtype, jnp.floating)
             of = owners(inner, params)
             leaves = [x.astype(self.state_dtype) if casts(n, x) else x for n, x in zip(of, leaves, strict=True)]
             inner = jax.tree.unflatten(tree, leaves)
-        zeros = lambda x: jnp.zeros_like(x, jnp.int16) if x.dtype == jnp.bfloat16 else None
-        return HostState(inner, jax.tree.map(zeros, params) if self.masters else None)
-
-    def _weights(self, params: Any, remainders: Any) -> Any:
-        """Return parameters as `tx` sees them; masters of them are rounded ones where there are no remainders."""
-        if not self.masters:
-            return params
-        if remainders is None:
-            return jax.tree.map(lambda x: x.astype(jnp.float32) if x.dtype == jnp.bfloat16 else x, params)
-        return jax.tree.map(lambda x, r: x if r is None else join(x, r), params, remainders)
+        return HostState(inner, remainders)
 
     def _shardings(self, params: Any) -> list[Any]:
         """Return the sharding of each parameter; None where it is on one device."""
@@ -253,13 +242,9 @@ _there_p = define(
 )
 
 
-def _there(x: Any) -> Any:
-    """Return an array that is in host memory, with a type that says so."""
-    return x if on_host(jax.typeof(x)) else _there_p.bind(x)
-
-
-def _is_on_host(leaf: int | None, placements: Placements) -> bool:
-    return leaf is not None and placements[leaf].place == "host"
+def _masters(params: Any, remainders: Any) -> Any:
+    """Return parameters as `tx` sees them."""
+    return jax.tree.map(lambda x, r: x if r is None else join(x, r), params, remainders)
 
 
 def _cast(tree: Any, like: Any) -> Any:
@@ -282,39 +267,3 @@ def _refuse_too_much(placements: Placements, shardings: Sequence[Any]) -> None:
     if (pool := host_pool_bytes()) is not None and need > pool:
         what = f"the state needs {readable(need)} per device, and the pinned host pool holds {readable(pool)}"
         raise HostPoolFull("host_optimizer", what, need, pool, None, False)
-
-
-def _divided(
-    f: Callable[..., Any],
-    args: tuple[Any, ...],
-    inputs: Sequence[Input],
-    outputs: Sequence[Output],
-    placements: Placements,
-    shardings: Sequence[Any],
-) -> Update:
-    """Return `f` of these arguments, divided.
-
-    Raises:
-      NotImplementedError: it mixes what must be apart.
-    """
-    leaves, tree = jax.tree.flatten(args)
-    avals = jax.make_jaxpr(lambda *xs: list(map(on_device, xs)))(*leaves).out_avals
-    jaxpr = jax.make_jaxpr(lambda *xs: jax.tree.leaves(f(*jax.tree.unflatten(tree, xs))))(*avals)
-    streams = {n for n, p in enumerate(placements) if p.place == "host" and p.blocks > 1}
-    while True:
-        try:
-            blocks = {n: Blocks(placements[n].blocks, shardings[n], len(avals[n].shape)) for n in sorted(streams)}
-            return divided(jaxpr, inputs, outputs, blocks)
-        except MixesRows as mixes:
-            name = placements[mixes.leaf].name
-            if mixes.other is not None:
-                why = f"reads the state of another, such as {placements[mixes.other].name}"
-            elif mixes.leaf in streams and len(avals[mixes.leaf].shape) < STACK:
-                streams.remove(mixes.leaf)
-                continue
-            else:
-                why = "mixes the rows of its first axis, which are layers"
-            raise NotImplementedError(
-                f"host_optimizer: the state of {name} is on the host, and its update {why} ({mixes.how}); keep it on "
-                f"the device, Policy({{{name!r}: 'save'}}, default='offload'), or use another transformation"
-            ) from None

@@ -83,15 +83,14 @@ def placed(policy: Policy, params: Any, state: Any, shardings: Sequence[Any]) ->
 
 
 def _placed(policy: Policy, name: str, param: Any, size: int, sharding: Any) -> Placed:
-    pattern, decision = policy.match(name) or ("default", policy.default)
+    reason, decision = policy.match(name) or ("default", policy.default)
+    least = int(policy.min_offload_bytes)
+    if decision == "offload" and size < max(1, least):
+        reason, decision = f"smaller than min_offload_bytes ({readable(least)})", "save"
     if decision == "save":
-        return Placed(name, size, "device", 1, pattern)
-    if size < int(policy.min_offload_bytes) or not size:
-        return Placed(
-            name, size, "device", 1, f"smaller than min_offload_bytes ({readable(int(policy.min_offload_bytes))})"
-        )
+        return Placed(name, size, "device", 1, reason)
     rows = param.shape[0] // division(sharding).rows
-    return Placed(name, size, "host", max(n for n in range(1, MOST_BLOCKS + 1) if rows % n == 0), pattern)
+    return Placed(name, size, "host", max(n for n in range(1, MOST_BLOCKS + 1) if rows % n == 0), reason)
 
 
 def _check(policy: Policy, names: Sequence[str]) -> None:

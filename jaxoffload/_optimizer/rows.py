@@ -1,212 +1,160 @@
-"""Evaluate a jaxpr on some rows of its arrays: find whether that can be done, and do it.
+"""Evaluate a jaxpr that was traced for whole arrays on some of their rows.
 
-An equation treats the rows along an axis alike, and each by itself, if a row of its results is computed from the same
-row of its operands. An elementwise one does so along each axis, a sum along those that it does not add up, a matmul
-along batch axes. `jax.vmap` makes the function of all rows from that of one. This is the way back, which JAX does not
-have: an optimizer's update is written, and its masks are decided, for whole arrays.
+A value is rows if its shape is not that of its variable in the jaxpr; they lie along the axis on which the two differ.
+An elementwise equation makes rows of rows along any axis, a sum along those that it does not add up, a matmul along
+batch axes. `jax.vmap` makes the function of all rows from that of one. This is the way back, which JAX does not have:
+an optimizer's update is written, and its masks are decided, for whole arrays.
 """
 
 import math
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
+import jax
+import numpy as np
 from jax import lax
-from jax.extend.core import Jaxpr, JaxprEqn, Var
-from jax.extend.core.primitives import broadcast_in_dim_p, cond_p, scan_p
+from jax.extend.core import Jaxpr, JaxprEqn
+from jax.extend.core.primitives import cond_p, scan_p
 
-from .._engine.jaxprs.inline import evaluate_equations, read
+from .._engine.jaxprs.inline import Values, evaluate_equations, read
 from .._engine.jaxprs.walk import nested, operands_of
 from .._jax import CALLS, CUSTOM_RULES, ELEMENTWISE, IDENTITIES, REDUCTIONS
 
-Axes = list[int | None]  # of each value the axis along which it is rows; None for a value that is whole
-
-
+Shape = tuple[int, ...]
 Take = Callable[[Any, int], Any]  # a whole value, and the axis -> the rows of it that are evaluated
 
 
-class Size(NamedTuple):
-    """How many rows there are along the axis, and how many of them are taken at once."""
-
-    whole: int
-    part: int
-
-    def replaced(self, shape: Sequence[int], axis: int) -> tuple[int, ...]:
-        """Return a whole value's shape with as many rows as are taken."""
-        return (*shape[:axis], self.part, *shape[axis + 1 :])
-
-
 class Mixed(Exception):
-    """The rows of an equation's results depend on other rows, or nothing is known of its primitive."""
+    """The results of an equation on rows depend on other rows, or nothing is known of its primitive."""
 
-    def __init__(self, eqn: JaxprEqn):
+    def __init__(self, eqn: JaxprEqn | None):
         super().__init__(eqn)
         self.eqn = eqn
 
 
-class Rule(NamedTuple):
-    """How to evaluate an equation on rows.
-
-    Attributes:
-      operands: the axes along which it needs rows of its operands, also of those that are whole.
-      results: those of its results.
-      run: what takes rows of a whole value, and the operands -> the results.
-    """
-
-    operands: Axes
-    results: Axes
-    run: Callable[[Take, Sequence[Any]], list[Any]]
-
-
-def rule_of(eqn: JaxprEqn, axes: Axes, size: Size) -> Rule:
-    """Return how to evaluate an equation whose operands are rows along these axes, one at least.
+def on_rows(jaxpr: Jaxpr, operands: Sequence[Any], take: Take, shapes: Sequence[Shape] | None = None) -> list[Any]:
+    """Return the results of a jaxpr, in these shapes if they are given.
 
     Raises:
-      Mixed: it cannot be done.
+      Mixed: an equation mixes rows.
     """
-    if eqn.primitive is cond_p:
-        return _cond(eqn, axes, size)
-    if eqn.primitive is scan_p:
-        return _scan(eqn, axes, size)
-    if eqn.primitive.name in CALLS | CUSTOM_RULES:
-        part = through(nested(eqn)[0], axes, size)
-        return Rule(axes, part.axes, part.run)
-    if not (found := _of_one_kernel(eqn, axes, size)):
+    values = dict(zip([*jaxpr.invars, *jaxpr.constvars], [*operands, *jaxpr.consts], strict=True))
+    rows = Rows(jaxpr, values, take)
+    rows.evaluate(jaxpr.eqns)
+    return read(jaxpr.outvars, values) if shapes is None else list(map(rows.in_shape, jaxpr.outvars, shapes))
+
+
+class Rows(NamedTuple):
+    """The values of a jaxpr's variables so far, each whole or rows. `take` takes rows of a whole one."""
+
+    jaxpr: Jaxpr
+    values: Values
+    take: Take
+
+    def evaluate(self, eqns: Sequence[JaxprEqn]) -> None:
+        """Evaluate some of the jaxpr's equations, and add their results."""
+        for eqn in eqns:
+            if rows := [n for n, v in enumerate(eqn.invars) if self._shape(v) != _whole(v)]:
+                self.values.update(zip(eqn.outvars, self._results(eqn, rows[0]), strict=True))
+            else:
+                evaluate_equations(self.jaxpr, [eqn], self.values)
+
+    def in_shape(self, atom: Any, shape: Shape, reader: JaxprEqn | None = None) -> Any:
+        """Return a value that has this shape already, or such rows of a whole one, for an equation that reads it."""
+        if self._shape(atom) == shape:
+            return read([atom], self.values)[0]
+        axes = _differing(shape, _whole(atom))
+        if self._shape(atom) != _whole(atom) or len(axes) != 1:
+            raise Mixed(reader)
+        return self.take(self.values[atom], axes[0])
+
+    def _shape(self, atom: Any) -> Shape:
+        return np.shape(read([atom], self.values)[0])
+
+    def _results(self, eqn: JaxprEqn, of: int) -> list[Any]:
+        """Return the results of an equation whose operand number `of` is rows."""
+        if eqn.primitive is cond_p:
+            return self._cond(eqn)
+        if eqn.primitive is scan_p:
+            return self._scan(eqn)
+        if eqn.primitive.name in CALLS | CUSTOM_RULES:
+            return on_rows(nested(eqn)[0], read(eqn.invars, self.values), self.take)
+        shapes, changed = self._of_kernel(eqn, of)
+        operands = [self.in_shape(v, shape, eqn) for v, shape in zip(eqn.invars, shapes, strict=True)]
+        outs = eqn.primitive.bind(*operands, **eqn.params | changed)
+        outs = list(outs) if eqn.primitive.multiple_results else [outs]
+        if any(len(_differing(x.shape, _whole(v))) != 1 for x, v in zip(outs, eqn.outvars, strict=True)):
+            raise Mixed(eqn)  # a sum of rows has the shape of that of all; rows times rows differ on two axes
+        return outs
+
+    def _of_kernel(self, eqn: JaxprEqn, of: int) -> tuple[list[Shape], dict[str, Any]]:
+        """Return the shapes of operands and the changed parameters with which an equation computes rows."""
+        name, params, whole = eqn.primitive.name, eqn.params, _whole(eqn.invars[of])
+        shapes = list(map(self._shape, eqn.invars))
+        axis = _differing(shapes[of], whole)[0]
+        rows = shapes[of][axis]
+        if name in ELEMENTWISE | IDENTITIES:
+            repeats = lambda shape: shape[axis : axis + 1] != (whole[axis],)  # a scalar, or an axis of size 1
+            return [s if repeats(s) else _replaced(s, axis, rows) for s in map(_whole, eqn.invars)], {}
+        if name == "dot_general":
+            contracted, batch = params["dimension_numbers"]
+            for one, other in zip(*batch, strict=True):
+                fewer = min(shapes[0][one], shapes[1][other])
+                shapes = [_replaced(shapes[0], one, fewer), _replaced(shapes[1], other, fewer)]
+            if all(shapes[0][one] == shapes[1][other] for one, other in zip(*contracted, strict=True)):
+                return shapes, {}
+        if name == "broadcast_in_dim":
+            return shapes, {"shape": _replaced(params["shape"], params["broadcast_dimensions"][axis], rows)}
+        if name == "reshape" and params["dimensions"] is None:
+            sizes = params["new_sizes"]
+            for new, size in enumerate(sizes):
+                if size == whole[axis] and math.prod(sizes[:new]) == math.prod(whole[:axis]):
+                    return shapes, {"new_sizes": _replaced(sizes, new, rows)}
+        if name in ("transpose", "squeeze") or (name in REDUCTIONS and "axes" in params):
+            return shapes, {}
         raise Mixed(eqn)
-    operands, axis, changed = found
 
-    def run(_: Take, values: Sequence[Any]) -> list[Any]:
-        out = eqn.primitive.bind(*values, **(eqn.params | changed))
-        return list(out) if eqn.primitive.multiple_results else [out]
+    def _cond(self, eqn: JaxprEqn) -> list[Any]:
+        """Return the results of a cond: what is rows in one branch is rows in all."""
+        index, *operands = read(eqn.invars, self.values)
+        run = lambda branch, shapes=None: lambda *xs: on_rows(branch, xs, self.take, shapes)
+        branches = eqn.params["branches"]
+        found = [[x.shape for x in jax.eval_shape(run(branch), *operands)] for branch in branches]
+        fewest = [tuple(map(min, *shapes)) for shapes in zip(*found, strict=True)]
+        return list(lax.switch(index, [run(branch, fewest) for branch in branches], *operands))
 
-    return Rule(operands, [axis] * len(eqn.outvars), run)
-
-
-def _of_one_kernel(eqn: JaxprEqn, axes: Axes, size: Size) -> tuple[Axes, int, dict[str, Any]] | None:
-    """Return the axes of operands, that of results, and parameters for fewer rows; None if rows are mixed."""
-    name, params = eqn.primitive.name, eqn.params
-    avals: list[Any] = [v.aval for v in eqn.invars]
-    shapes = [aval.shape for aval in avals]
-    of, at = next((n, a) for n, a in enumerate(axes) if a is not None)
-    if name in ELEMENTWISE | IDENTITIES:
-        alike = all(a in (None, at) for a in axes) and all(len(s) in (0, len(shapes[of])) for s in shapes)
-        return ([at if s and s[at] == size.whole else None for s in shapes], at, {}) if alike else None
-    if name == "dot_general":
-        return _matmul(params["dimension_numbers"], axes, list(map(len, shapes)))
-    if name == "broadcast_in_dim":
-        axis = params["broadcast_dimensions"][at]
-        return axes, axis, {"shape": size.replaced(params["shape"], axis)}
-    if name == "reshape" and params["dimensions"] is None:
-        sizes, before = params["new_sizes"], math.prod(shapes[0][:at])
-        for axis, length in enumerate(sizes):
-            if length == size.whole and math.prod(sizes[:axis]) == before:
-                return axes, axis, {"new_sizes": size.replaced(sizes, axis)}
-    if name == "transpose":
-        return axes, params["permutation"].index(at), {}
-    if name == "squeeze" or (name in REDUCTIONS and "axes" in params):
-        gone = params["dimensions"] if name == "squeeze" else params["axes"]
-        return None if at in gone else (axes, at - sum(axis < at for axis in gone), {})
-    return None
-
-
-def _matmul(numbers: Any, axes: Axes, ndims: list[int]) -> tuple[Axes, int, dict[str, Any]] | None:
-    """Rows are those along a batch axis, or along one that one operand alone has."""
-    contracted, batch = numbers
-    of, at = next((n, a) for n, a in enumerate(axes) if a is not None)
-    if at in batch[of]:
-        place = batch[of].index(at)
-        wanted: Axes = [batch[0][place], batch[1][place]]
-        return (wanted, place, {}) if all(a in (None, w) for a, w in zip(axes, wanted, strict=True)) else None
-    if at in contracted[of] or axes[1 - of] is not None:
-        return None
-    free = [[d for d in range(n) if d not in (*c, *b)] for n, c, b in zip(ndims, contracted, batch, strict=True)]
-    return axes, len(batch[0]) + of * len(free[0]) + free[of].index(at), {}
-
-
-def _cond(eqn: JaxprEqn, axes: Axes, size: Size) -> Rule:
-    if axes[0] is not None:
-        raise Mixed(eqn)
-    parts = [through(branch, axes[1:], size) for branch in eqn.params["branches"]]
-    results = [next((a for a in each if a is not None), None) for each in zip(*(p.axes for p in parts), strict=True)]
-
-    def run(take: Take, operands: Sequence[Any]) -> list[Any]:
-        branches = [lambda *xs, part=part: part.run(take, xs, results) for part in parts]
-        return list(lax.switch(operands[0], branches, *operands[1:]))
-
-    return Rule(axes, results, run)
-
-
-def _scan(eqn: JaxprEqn, axes: Axes, size: Size) -> Rule:
-    """Rows may be constants and carried; what a scan goes through and what it stacks is whole."""
-    params = eqn.params
-    body = params["jaxpr"]
-    is_carried = [operand is None for operand in operands_of(eqn, body)]
-    consts, carried = is_carried.index(True) if any(is_carried) else 0, sum(is_carried)
-    while True:
-        part = through(body, axes, size)
-        before, after = axes[consts : consts + carried], part.axes[:carried]
-        if after == before:
-            break
-        if any(a is not None and a != b for a, b in zip(before, after, strict=True)):
+    def _scan(self, eqn: JaxprEqn) -> list[Any]:
+        """Return the results of a scan: rows may be among the constants, the carry and the ys, but not the xs."""
+        params, body = eqn.params, eqn.params["jaxpr"]
+        carried = [n for n, operand in enumerate(operands_of(eqn, body)) if operand is None]
+        first, end = (carried[0], carried[-1] + 1) if carried else (0, 0)
+        if not carried or any(self._shape(v) != _whole(v) for v in eqn.invars[end:]):
             raise Mixed(eqn)
-        axes = [*axes[:consts], *after, *axes[consts + carried :]]
-    if any(a is not None for a in axes[consts + carried :] + part.axes[carried:]):
-        raise Mixed(eqn)
+        consts, xs = read(eqn.invars[:first], self.values), read(eqn.invars[end:], self.values)
+        run = lambda carry, x, shapes=None: on_rows(body, [*consts, *carry, *x], self.take, shapes)
+        shapes, fewer = list[Shape](), list(map(self._shape, eqn.invars[first:end]))
+        while shapes != fewer:  # a carry that begins whole may become rows
+            shapes, carry = fewer, list(map(self.in_shape, eqn.invars[first:end], fewer))
+            found = [x.shape for x in jax.eval_shape(run, carry, [v.aval for v in body.invars[end:]])]
+            fewer = [tuple(map(min, *pair)) for pair in zip(shapes, found, strict=False)]
 
-    def run(take: Take, operands: Sequence[Any]) -> list[Any]:
         def iteration(carry: Any, x: Any) -> tuple[Any, Any]:
-            outs = part.run(take, [*operands[:consts], *carry, *x])
-            return outs[:carried], outs[carried:]
+            outs = run(carry, x, shapes + found[len(shapes) :])
+            return outs[: len(shapes)], outs[len(shapes) :]
 
-        init, xs = list(operands[consts : consts + carried]), list(operands[consts + carried :])
-        carry, ys = lax.scan(iteration, init, xs, params["length"], params["reverse"], params["unroll"])
+        carry, ys = lax.scan(iteration, carry, xs, params["length"], params["reverse"], params["unroll"])
         return [*carry, *ys]
 
-    return Rule(axes, part.axes, run)
+
+def _whole(atom: Any) -> Shape:
+    """Return the shape of a whole value."""
+    return atom.aval.shape
 
 
-class Part(NamedTuple):
-    """A jaxpr on rows: the axes of its results; and its function, of `Take`, the inputs, and the axes along which rows
-    of the results are wanted, also of those that are whole."""
-
-    axes: Axes
-    run: Callable[..., list[Any]]
+def _differing(shape: Shape, whole: Shape) -> list[int]:
+    """Return the axes on which shapes differ."""
+    return [axis for axis, (n, of) in enumerate(zip(shape, whole, strict=True)) if n != of]
 
 
-def through(jaxpr: Jaxpr, axes: Axes, size: Size) -> Part:
-    """Return how to evaluate a jaxpr whose inputs are rows along these axes.
-
-    Raises:
-      Mixed: it cannot be done.
-    """
-    known = dict(zip(jaxpr.invars, axes, strict=True))
-    axis_of = lambda atom: known.get(atom) if isinstance(atom, Var) else None
-    rules: list[Rule | None] = []
-    for eqn in jaxpr.eqns:
-        taken = list(map(axis_of, eqn.invars))
-        rules.append(rule_of(eqn, taken, size) if any(a is not None for a in taken) else None)
-        if rule := rules[-1]:
-            known |= zip(eqn.outvars, rule.results, strict=True)
-    results = list(map(axis_of, jaxpr.outvars))
-    repeats = {eqn.outvars[0]: eqn for eqn in jaxpr.eqns if eqn.primitive is broadcast_in_dim_p}
-
-    def run(take: Take, operands: Sequence[Any], wanted: Axes = results) -> list[Any]:
-        values = dict(zip([*jaxpr.invars, *jaxpr.constvars], [*operands, *jaxpr.consts], strict=True))
-
-        def rows(atom: Any, axis: int | None) -> Any:
-            if axis is None or axis_of(atom) is not None:
-                return read([atom], values)[0]
-            eqn = repeats.get(atom) if isinstance(atom, Var) else None
-            if eqn and axis not in eqn.params["broadcast_dimensions"]:  # so the whole value need not exist
-                params = eqn.params | {"shape": size.replaced(eqn.params["shape"], axis)}
-                return broadcast_in_dim_p.bind(*read(eqn.invars, values), **params)
-            return take(read([atom], values)[0], axis)
-
-        for eqn, rule in zip(jaxpr.eqns, rules, strict=True):
-            if rule:
-                outs = rule.run(take, list(map(rows, eqn.invars, rule.operands)))
-                values |= zip(eqn.outvars, outs, strict=True)
-            else:
-                evaluate_equations(jaxpr, [eqn], values)
-        return list(map(rows, jaxpr.outvars, wanted))
-
-    return Part(results, run)
+def _replaced(shape: Shape, axis: int, size: int) -> Shape:
+    return (*shape[:axis], size, *shape[axis + 1 :])

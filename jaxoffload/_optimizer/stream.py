@@ -6,7 +6,7 @@ Both copies run beside the computation, one in each direction. On the device are
 one that is computed with, what becomes of it, and one that goes.
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from typing import Any, NamedTuple
 
 import jax
@@ -16,6 +16,8 @@ from jax.sharding import NamedSharding, PartitionSpec
 from .._engine.jaxprs.flat import division
 from .._engine.layers.rows import opaque_zero
 from .._engine.layers.transport import to_device, to_host
+
+Arrays = dict[int, Any]
 
 
 class Blocks(NamedTuple):
@@ -36,16 +38,15 @@ class Blocks(NamedTuple):
             rows = x.shape[axis] // self.number
             return lax.dynamic_slice_in_dim(x, i * rows, rows, axis, allow_negative_indices=False)
 
-        return self._in_shards(take, x, axis)(x, i)
+        return self._in_shards(take, axis, x, i) if self.number > 1 else x
 
     def put(self, x: Any, block: Any, i: Any) -> Any:
         """Return an array with its block i replaced."""
 
         def put(x: Any, block: Any, i: Any) -> Any:
-            at = i * (x.shape[0] // self.number)
-            return lax.dynamic_update_slice_in_dim(x, block, at, 0, allow_negative_indices=False)
+            return lax.dynamic_update_slice_in_dim(x, block, i * block.shape[0], 0, allow_negative_indices=False)
 
-        return self._in_shards(put, x)(x, block, i)
+        return self._in_shards(put, 0, x, block, i) if self.number > 1 else block
 
     def sharding_of(self, x: Any, axis: int = 0) -> Any:
         """Return how an array is sharded: as the parameter, or its rows alone if its shape is another."""
@@ -60,17 +61,13 @@ class Blocks(NamedTuple):
         unknown = isinstance(sharding, NamedSharding) and not jax.typeof(x).sharding.mesh.explicit_axes
         return lax.with_sharding_constraint(x, sharding) if unknown else x
 
-    def _in_shards(self, f: Callable[..., Any], x: Any, axis: int = 0) -> Callable[..., Any]:
-        """Return `f` of arrays like `x` and a number, for the part of each device if the rows are divided."""
+    def _in_shards(self, f: Callable[..., Any], axis: int, *operands: Any) -> Any:
+        """Return `f` of arrays and a number; if their rows are divided, of the part of each device."""
         if division(self.sharding).rows == 1:
-            return f
-        mesh, spec = self.sharding.mesh, self.sharding_of(x, axis).spec
-
-        def in_shards(*operands: Any) -> Any:
-            specs = (*[spec] * (len(operands) - 1), PartitionSpec())
-            return jax.shard_map(f, mesh=mesh, in_specs=specs, out_specs=spec)(*operands)
-
-        return in_shards
+            return f(*operands)
+        spec = self.sharding_of(operands[0], axis).spec
+        specs = (*[spec] * (len(operands) - 1), PartitionSpec())
+        return jax.shard_map(f, mesh=self.sharding.mesh, in_specs=specs, out_specs=spec)(*operands)
 
 
 class Stream(NamedTuple):
@@ -78,54 +75,49 @@ class Stream(NamedTuple):
 
     Attributes:
       blocks: how its arrays are divided.
-      reads: whether the new state is computed from the one that is there.
-      on_host: its state.
-      on_device: what is replaced there, in place: the parameter.
-      compute: the number of a block, and the blocks of `on_host` and of `on_device` -> the new ones.
+      arrays: those that are replaced, by numbers that no other leaf has: its state, and the parameter.
+      on_host: the numbers of those on the host.
+      reads: the numbers of those on the host that the new ones are computed from.
+      compute: the number of a block, and that block of the arrays on the device and of those read -> the new ones.
     """
 
     blocks: Blocks
-    reads: bool
-    on_host: Sequence[Any]
-    on_device: Sequence[Any]
-    compute: Callable[[Any, list[Any], list[Any]], tuple[list[Any], list[Any]]]
+    arrays: Arrays
+    on_host: Collection[int]
+    reads: Collection[int]
+    compute: Callable[[Any, Arrays], Arrays]
 
 
-Arrays = list[list[Any]]
-
-
-def stream(leaves: Sequence[Stream]) -> tuple[Arrays, Arrays]:
-    """Return the new state of each leaf, and its new arrays on the device. All leaves have as many blocks."""
+def stream(leaves: Sequence[Stream]) -> Arrays:
+    """Return the arrays that replace those of the leaves. All leaves have as many blocks."""
     zero = opaque_zero()
 
-    def fetch(stacks: Arrays, i: Any) -> Arrays:
-        of_leaf = lambda leaf, stacks: [to_device(leaf.blocks.take(x, i)) for x in stacks] if leaf.reads else []
-        return list(map(of_leaf, leaves, stacks))
+    def fetch(arrays: Arrays, i: Any) -> Arrays:
+        return {n: to_device(leaf.blocks.take(arrays[n], i)) for leaf in leaves for n in leaf.reads}
 
-    def visit(i: Any, following: Any, state: tuple[Arrays, Arrays, Arrays]) -> tuple[Arrays, Arrays, Arrays]:
+    def visit(i: Any, following: Any, state: tuple[Arrays, Arrays]) -> tuple[Arrays, Arrays]:
         """Compute and write block i, and fetch the one that follows, if one does."""
-        stacks, arrays, fetched = state
-        coming = fetched if following is None else fetch(stacks, following)
+        arrays, fetched = dict(state[0]), state[1]
+        coming = {} if following is None else fetch(arrays, following)
         i_device = i + zero
-        for n, leaf in enumerate(leaves):
+        for leaf in leaves:
             # From the array that is replaced: from the one that was given, XLA would copy it before the loop.
-            old = [leaf.blocks.take(x, i_device) for x in arrays[n]]
-            new, replaced = leaf.compute(i_device, fetched[n], old)
-            for k, block in enumerate(new):
+            old = {n: leaf.blocks.take(arrays[n], i_device) for n in leaf.arrays if n not in leaf.on_host}
+            for n, block in leaf.compute(i_device, fetched | old).items():
                 # Each array is read before it is written, so XLA need not copy it. An order of all reads before all
                 # writes would have the two directions of the bus wait for each other.
-                stack = stacks[n][k]
-                if leaf.reads and following is not None:
-                    coming[n][k], stack, block = lax.optimization_barrier((coming[n][k], stack, block))
-                stacks[n][k] = leaf.blocks.put(stack, to_host(block), i)
-            arrays[n] = [leaf.blocks.put(x, block, i_device) for x, block in zip(arrays[n], replaced, strict=True)]
-        return stacks, arrays, coming
+                if n in coming:
+                    coming[n], arrays[n], block = lax.optimization_barrier((coming[n], arrays[n], block))
+                there = n in leaf.on_host
+                arrays[n] = leaf.blocks.put(arrays[n], to_host(block) if there else block, i if there else i_device)
+        return arrays, coming
 
-    stacks, arrays = [list(leaf.on_host) for leaf in leaves], [list(leaf.on_device) for leaf in leaves]
+    arrays = {n: x for leaf in leaves for n, x in leaf.arrays.items()}
+    state = arrays, fetch(arrays, 0)  # kernels read it: XLA:GPU copies rows by DMA in loops alone
     half, odd = divmod(leaves[0].blocks.number, 2)
-    state = stacks, arrays, fetch(stacks, 0)  # kernels read it: XLA:GPU copies rows by DMA in loops alone
     if odd:  # XLA:GPU would not clamp the row that an iteration for the last block would fetch
-        state = lax.fori_loop(0, 2 * half, lambda i, state: visit(i, i + 1, state), state)
-        return visit(2 * half, None, state)[:2]
+        if half:
+            state = lax.fori_loop(0, 2 * half, lambda i, state: visit(i, i + 1, state), state)
+        return visit(2 * half, None, state)[0]
     # Two blocks in each iteration, one of each half: what follows the last of the first half is a block, too.
-    return lax.fori_loop(0, half, lambda i, state: visit(half + i, i + 1, visit(i, half + i, state)), state)[:2]
+    return lax.fori_loop(0, half, lambda i, state: visit(half + i, i + 1, visit(i, half + i, state)), state)[0]

@@ -2,255 +2,201 @@
 
 The update of all leaves is traced once. What is computed from arrays on the device alone may mix rows and leaves, as
 the global norm of the gradients does: it runs first, on whole arrays. What is computed from a leaf's state on the host
-must treat the rows of the leaf's first axis by themselves (`rows.py`): it streams (`stream.py`).
+must treat the rows of the leaf's first axis by themselves (`rows.py`): it streams (`stream.py`). The state of a matrix
+whose rows are mixed streams as one block.
 """
 
 import itertools
-from collections.abc import Iterable, Sequence
-from typing import Any, NamedTuple
+from collections.abc import Sequence
+from typing import Any
 
+import jax
 from jax import lax
 from jax.extend.core import Jaxpr, JaxprEqn, Var
 from jax.extend.core.primitives import broadcast_in_dim_p, cond_p
 
 from .._engine.jaxprs.flat import division
-from .._engine.jaxprs.inline import (
-    depending,
-    evaluate_equations,
-    read,
-    variables,
-    with_needed_equations,
-    with_unknown_names,
-    written_out,
-)
+from .._engine.jaxprs.inline import Values, read, variables, with_needed_equations, with_unknown_names, written_out
 from .._engine.layers.rows import filled
-from .._engine.layers.transport import to_device, to_host
-from .._jax import dce_jaxpr, nbytes, where_written
-from .rows import Mixed, Part, Size, rule_of, through
-from .stream import Blocks, Stream, stream
+from .._engine.layers.transport import to_host
+from .._jax import dce_jaxpr, evaluate, where_written
+from .placement import Placements
+from .rows import Mixed, Rows, on_rows
+from .stream import Arrays, Blocks, Stream, stream
 
+STACK = 3  # the state of an array of so many axes, one of layers or experts, never comes to the device whole
 # Per device, of the blocks of an iteration; more only if one leaf has more. In each iteration the last array that is
 # written, and the first that is read, have nothing beside them: a loop should have many arrays, the smallest at its end
 # (H100, three arrays of equal size: 35 GB/s each way rather than 45).
 LOOP_BYTES = 2 * 2**30
 
 
-class Input(NamedTuple):
-    """An input of an update: the leaf that it has rows of, if any, and whether it is on the host."""
+class Update:
+    """An update, whose results replace the last of its inputs.
 
-    leaf: int | None
-    on_host: bool = False
+    Attributes:
+      jaxpr: it, for whole arrays on the device.
+      leaves: of each input, the leaf that it has a row for each row of, if any.
+      on_host: the numbers of the inputs that are there.
+      placements: of the leaves.
+      blocks: of each leaf with state on the host.
+      outputs: the results, by the numbers of the inputs that they replace.
+      leaf_of: the leaf with whose blocks a value is computed, if it is.
+      from_host: the values that depend on state there.
+    """
 
+    def __init__(
+        self, jaxpr: Jaxpr, leaves: Sequence[int | None], state: int, placements: Placements, blocks: dict[int, Blocks]
+    ):
+        """Find what runs block by block. Inputs from number `state` on are the state.
 
-class Output(NamedTuple):
-    """A result of an update: as an input, with the number of the input that it replaces, if it replaces one."""
+        Raises:
+          NotImplementedError: the update mixes what must be apart.
+        """
+        self.jaxpr = _with_single_conds(written_out(jaxpr, [True] * len(leaves), lambda *_: True))
+        self.leaves, self.placements, self.blocks = leaves, list(placements), dict(blocks)
+        self.on_host = {n for n, leaf in enumerate(leaves) if n >= state and leaf in blocks}
+        self.outputs: dict[int, Any] = dict(enumerate(self.jaxpr.outvars, len(leaves) - len(self.jaxpr.outvars)))
+        self.leaf_of = {v: leaf for v, leaf in zip(self.jaxpr.invars, leaves, strict=True) if leaf in blocks}
+        self.from_host = {self.jaxpr.invars[n] for n in self.on_host}
+        made = [v for eqn in self.jaxpr.eqns for v in eqn.outvars]
+        every = [*self.jaxpr.invars, *self.jaxpr.constvars, *made]
+        jax.eval_shape(lambda *values: self._divide(dict(zip(every, values, strict=True))), *(v.aval for v in every))
 
-    leaf: int | None
-    on_host: bool
-    into: int | None
+    def _divide(self, whole: Values) -> None:
+        """Fill `leaf_of` and `from_host`. `whole` has each variable, so nothing is computed but blocks."""
+        take = lambda leaf: lambda x, axis: lax.slice_in_dim(x, 0, x.shape[axis] // self.blocks[leaf].number, axis=axis)
+        rows: Values = {v: take(leaf)(whole[v], 0) for v, leaf in self.leaf_of.items()}
+        for eqn in self.jaxpr.eqns:
+            operands = variables(eqn.invars)
+            of_state = list(dict.fromkeys(self.leaf_of[v] for v in operands if v in self.from_host))
+            if len(of_state) > 1:
+                raise self._refusal(of_state[0], eqn, of_state[1])
+            leaves = of_state or list({self.leaf_of[v] for v in operands if v in self.leaf_of})
+            if len(leaves) != 1:
+                continue  # computed from whole arrays on the device
+            (leaf,) = leaves
+            values: Values = {v: rows[v] if self.leaf_of.get(v) == leaf else whole[v] for v in operands}
+            try:
+                if self.blocks[leaf].number > 1:
+                    Rows(self.jaxpr, values, take(leaf)).evaluate([eqn])
+            except Mixed as mixed:
+                if not of_state:
+                    continue
+                self._mixes(leaf, mixed.eqn)
+            rows |= {v: values.get(v, whole[v]) for v in eqn.outvars}
+            self.leaf_of |= dict.fromkeys(eqn.outvars, leaf)
+            self.from_host.update(eqn.outvars if of_state else [])
+        for n, v in self.outputs.items():
+            into, of = self.leaves[n], self.leaf_of.get(v) if isinstance(v, Var) else None
+            if of is not None and of == into and rows[v].shape[1:] != whole[v].shape[1:]:
+                self._mixes(of, None)  # its rows lie along another axis
+            elif of is not None and of != into and v in self.from_host:
+                raise self._refusal(of, None) if into is None else self._refusal(into, None, of)
 
+    def _mixes(self, leaf: int, eqn: JaxprEqn | None) -> None:
+        """Let the state of a leaf whose rows are mixed come as one block."""
+        if self.blocks[leaf].ndim >= STACK:
+            raise self._refusal(leaf, eqn) from None
+        self.blocks[leaf] = self.blocks[leaf]._replace(number=1)
+        self.placements[leaf] = self.placements[leaf]._replace(blocks=1)
 
-class MixesRows(Exception):
-    """The update of a leaf with state on the host mixes the rows of its first axis, or reads those of `other`."""
-
-    def __init__(self, leaf: int, eqn: JaxprEqn | None, other: int | None = None):
-        super().__init__(leaf)
-        self.leaf, self.other = leaf, other
-        self.how = " at ".join(filter(None, (eqn.primitive.name, where_written(eqn)))) if eqn else "a result"
-
-
-class _Kind(NamedTuple):
-    """What a value belongs to: a leaf, of which it has rows along `axis`; `on_host`: it depends on state there."""
-
-    leaf: int
-    axis: int | None
-    on_host: bool
-
-
-class Update(NamedTuple):
-    """A jaxpr, what its inputs and results are, the blocks of each leaf that streams, and what values belong to."""
-
-    jaxpr: Jaxpr
-    inputs: Sequence[Input]
-    outputs: Sequence[Output]
-    blocks: dict[int, Blocks]
-    kinds: dict[Var, _Kind]
+    def _refusal(self, leaf: int, eqn: JaxprEqn | None, other: int | None = None) -> NotImplementedError:
+        name = self.placements[leaf].name
+        how = " at ".join(filter(None, (eqn.primitive.name, where_written(eqn)))) if eqn else "a result"
+        why = "mixes the rows of its first axis, which are layers"
+        if other is not None:
+            why = f"reads the state of another, such as {self.placements[other].name}"
+        return NotImplementedError(
+            f"host_optimizer: the state of {name} is on the host, and its update {why} ({how}); keep it on "
+            f"the device, Policy({{{name!r}: 'save'}}, default='offload'), or use another transformation"
+        )
 
     def run(self, operands: Sequence[Any]) -> list[Any]:
-        """Return the results, from operands in the memory that `inputs` says."""
-        invars, jaxpr = self.jaxpr.invars, self.jaxpr
-        values = dict(zip(jaxpr.constvars, jaxpr.consts, strict=True))
-        values |= {v: x for v, x, it in zip(invars, operands, self.inputs, strict=True) if not it.on_host}
-        parts = {leaf: self._part(leaf) for leaf in self.blocks}
-        come_whole = list(dict.fromkeys(x.leaf for x in self.inputs if x.on_host and x.leaf not in self.blocks))
-
-        on_device = [n for n, out in enumerate(self.outputs) if out.leaf not in [*self.blocks, *come_whole]]
-        of_blocks = [v for leaf, (_, taken) in parts.items() for v in taken if not self._is_of(leaf, v)]
-        results = self._whole(on_device, values, of_blocks)
-        for leaves in self._loops():
-            streams = [self._stream(leaf, *parts[leaf], values, operands) for leaf in leaves]
-            for leaf, stacks, arrays in zip(leaves, *stream(streams), strict=True):
-                new, replaced = iter(stacks), iter(arrays)
-                results |= {n: next(new if self.outputs[n].on_host else replaced) for n in self._of(leaf)}
+        """Return the results, from operands in the memory that `on_host` says. One that is not read may be None."""
+        jaxpr, parts = self.jaxpr, {leaf: self._part(leaf) for leaf in self.blocks}
+        values = dict(zip([*jaxpr.invars, *jaxpr.constvars], [*operands, *jaxpr.consts], strict=True))
+        once = {n: v for n, v in self.outputs.items() if self.leaves[n] not in self.blocks}
+        read_whole = [v for leaf, (_, taken) in parts.items() for v in taken if self.leaf_of.get(v) != leaf]
+        first = [eqn for eqn in jaxpr.eqns if self.from_host.isdisjoint(variables(eqn.invars))]
+        whole, taken = _part_of(jaxpr, first, [*once.values(), *read_whole])
+        found = evaluate(whole, read(taken, values))
+        new = dict(zip(once, found, strict=False))
+        values |= zip(read_whole, found[len(once) :], strict=True)
         before: list[Any] = []
-        for each in come_whole:  # one after another, so that the device holds the state of one of them
-            numbers = [n for n, x in enumerate(self.inputs) if x.leaf == each and x.on_host]
-            fetched, _ = lax.optimization_barrier(([operands[n] for n in numbers], before))
-            of_leaf = values | dict(zip([invars[n] for n in numbers], map(to_device, fetched), strict=True))
-            results |= self._whole(self._of(each), of_leaf)
-            before = read([jaxpr.outvars[n] for n in self._of(each)], of_leaf)
-        return [results[n] for n in range(len(self.outputs))]
+        for leaves in self._loops():
+            streams = [self._stream(leaf, *parts[leaf], values) for leaf in leaves]
+            if self.blocks[leaves[0]].number == 1:  # one after another, so that the device holds the state of one
+                arrays, _ = lax.optimization_barrier((streams[0].arrays, before))
+                streams = [streams[0]._replace(arrays=arrays)]
+            new |= stream(streams)
+            before = [new[n] for n in streams[0].arrays if n not in self.on_host]
+        return [new[n] for n in self.outputs]
 
-    def _of(self, leaf: int | None) -> list[int]:
-        """Return the numbers of a leaf's results."""
-        return [n for n, out in enumerate(self.outputs) if out.leaf == leaf]
-
-    def _is_of(self, leaf: int, v: Var) -> bool:
-        """Return if a variable belongs to a leaf; another leaf's is whole where this one reads it."""
-        return v in self.kinds and self.kinds[v].leaf == leaf
-
-    def _whole(self, numbers: Sequence[int], values: dict[Var, Any], also: Iterable[Var] = ()) -> dict[int, Any]:
-        """Return results by their numbers, computed on whole arrays; add what they need, and `also`, to `values`."""
-        atoms = [self.jaxpr.outvars[n] for n in numbers]
-        evaluate_equations(self.jaxpr, needed(self.jaxpr, [*atoms, *also], values), values)
-        on_host = (self.outputs[n].on_host for n in numbers)
-        found = zip(read(atoms, values), on_host, strict=True)
-        return dict(zip(numbers, (to_host(x) if moves else x for x, moves in found), strict=True))
-
-    def _part(self, leaf: int) -> tuple[Part, list[Var]]:
-        """Return how blocks of the results of a leaf are computed, and from blocks or whole values of what."""
-        results = [self.jaxpr.outvars[n] for n in self._of(leaf)]
-        is_of = lambda v: self._is_of(leaf, v)
-        varying = depending(self.jaxpr, self.jaxpr.invars, lambda _: False)
+    def _part(self, leaf: int) -> tuple[Jaxpr, list[Var]]:
+        """Return what computes blocks of the results of a leaf, and from blocks or whole values of what."""
 
         def is_inside(eqn: JaxprEqn) -> bool:
-            """Return if blocks compute this: scalar constants too, which XLA folds into what reads them."""
-            constant = varying.isdisjoint(eqn.outvars) and not any(getattr(v.aval, "shape", ()) for v in eqn.outvars)
-            return constant or eqn.primitive is broadcast_in_dim_p or any(map(is_of, eqn.outvars))
+            """Return if blocks compute this: constants too, which XLA folds into what reads them."""
+            constant = eqn.primitive is broadcast_in_dim_p or not (variables(eqn.invars) or eqn.effects)
+            return constant or any(self.leaf_of.get(v) == leaf for v in eqn.outvars)
 
-        eqns = list(filter(is_inside, needed(self.jaxpr, results, ())))
-        made = {v for eqn in eqns for v in eqn.outvars}
-        read_there = variables([v for eqn in eqns for v in eqn.invars] + results)
-        taken = [v for v in dict.fromkeys(read_there) if v not in made]
-        part = self.jaxpr.replace(
-            constvars=[], consts=[], invars=taken, outvars=results, eqns=eqns,
-            debug_info=with_unknown_names(self.jaxpr),
-        )  # fmt: skip
-        axes = [self.kinds[v].axis if is_of(v) else None for v in taken]
-        return through(part, axes, self._size(leaf)), taken
-
-    def _size(self, leaf: int) -> Size:
-        aval: Any = next(v.aval for v, x in zip(self.jaxpr.invars, self.inputs, strict=True) if x.leaf == leaf)
-        return Size(aval.shape[0], aval.shape[0] // self.blocks[leaf].number)
+        results = [v for n, v in self.outputs.items() if self.leaves[n] == leaf]
+        return _part_of(self.jaxpr, list(filter(is_inside, self.jaxpr.eqns)), results)
 
     def _loops(self) -> list[list[int]]:
-        """Return the leaves that stream, those of each loop, the largest first."""
+        """Return the leaves of each loop, those of few blocks first, and of these the largest."""
         loops: list[list[int]] = []
         number = lambda leaf: self.blocks[leaf].number
-        for _, leaves in itertools.groupby(sorted(self.blocks, key=number), number):
-            loop_bytes = LOOP_BYTES
-            for leaf in sorted(leaves, key=self._block_bytes, reverse=True):
-                loop_bytes += self._block_bytes(leaf)
-                if loop_bytes > LOOP_BYTES:
-                    loops.append([])
-                    loop_bytes = self._block_bytes(leaf)
-                loops[-1].append(leaf)
+        size = lambda leaf: self.placements[leaf].bytes // (number(leaf) * division(self.blocks[leaf].sharding).parts)
+        loop_bytes = 0
+        for leaf in sorted(self.blocks, key=lambda leaf: (number(leaf), -size(leaf))):
+            loop_bytes += size(leaf)
+            if number(leaf) == 1 or loop_bytes > LOOP_BYTES or not loops or number(leaf) != number(loops[-1][0]):
+                loops.append([])
+                loop_bytes = size(leaf)
+            loops[-1].append(leaf)
         return loops
 
-    def _block_bytes(self, leaf: int) -> int:
-        """Return the bytes of a block of a leaf's state, per device."""
-        of_leaf = sum(nbytes(self.jaxpr.outvars[n].aval) for n in self._of(leaf) if self.outputs[n].on_host)
-        return of_leaf // (self.blocks[leaf].number * division(self.blocks[leaf].sharding).parts)
+    def _stream(self, leaf: int, part: Jaxpr, taken: list[Var], values: Values) -> Stream:
+        blocks, invars = self.blocks[leaf], self.jaxpr.invars
+        shapes = {n: v.aval.shape for n, v in self.outputs.items() if self.leaves[n] == leaf}
+        arrays = {n: values[invars[n]] for n in shapes}
+        for n, x in arrays.items():
+            if x is None and blocks.number > 1:
+                arrays[n] = to_host(blocks.sharded(filled(invars[n].aval)))
 
-    def _stream(
-        self, leaf: int, part: Part, taken: list[Var], values: dict[Var, Any], operands: Sequence[Any]
-    ) -> Stream:
-        blocks, outputs = self.blocks[leaf], [self.outputs[n] for n in self._of(leaf)]
-        number = {v: n for n, v in enumerate(self.jaxpr.invars)}
-        replaced = [out.into for out in outputs if out.into is not None]
-        on_host, on_device = ([n for n in replaced if self.inputs[n].on_host is there] for there in (True, False))
+        def compute(i: Any, there: Arrays) -> Arrays:
+            take = lambda x, axis: blocks.take(x, i, axis)
+            rows = {invars[n]: x for n, x in there.items()}
+            rows |= {
+                v: take(values[v], 0) if self.leaf_of.get(v) == leaf else values[v] for v in taken if v not in rows
+            }
+            wanted = [(rows // blocks.number, *rest) for rows, *rest in shapes.values()]
+            return dict(zip(shapes, on_rows(part, read(taken, rows), take, wanted), strict=True))
 
-        def compute(i: Any, fetched: list[Any], old: list[Any]) -> tuple[list[Any], list[Any]]:
-            there = dict(zip([*on_host, *on_device], [*fetched, *old], strict=True))
-            block = lambda n: there[n] if n in there else blocks.take(operands[n], i)
-            rows = [block(number[v]) if self._is_of(leaf, v) else values[v] for v in taken]
-            new = part.run(lambda x, axis: blocks.take(x, i, axis), rows, [0] * len(outputs))
-            pairs = list(zip(new, outputs, strict=True))
-            return [x for x, out in pairs if out.on_host], [x for x, out in pairs if not out.on_host]
-
-        empty = lambda n: to_host(blocks.sharded(filled(self.jaxpr.outvars[n].aval)))
-        stacks = [operands[n] for n in on_host] or [empty(n) for n in self._of(leaf) if self.outputs[n].on_host]
-        return Stream(blocks, bool(on_host), stacks, [operands[n] for n in on_device], compute)
+        on_host = arrays.keys() & self.on_host
+        return Stream(blocks, arrays, on_host, {n for n in on_host if invars[n] in taken}, compute)
 
 
-def needed(jaxpr: Jaxpr, atoms: Iterable[Any], values: Iterable[Var]) -> list[JaxprEqn]:
-    """Return the equations that compute these atoms from `values` and the inputs, in order."""
-    have, found = set(values), list[JaxprEqn]()
-    wanted = set(variables(list(atoms))) - have
-    for eqn in reversed(jaxpr.eqns):
-        if not wanted.isdisjoint(eqn.outvars):
-            found.append(eqn)
-            wanted |= set(variables(eqn.invars)) - have
-    return found[::-1]
-
-
-def divided(jaxpr: Jaxpr, inputs: Sequence[Input], outputs: Sequence[Output], blocks: dict[int, Blocks]) -> Update:
-    """Return an update, divided.
-
-    Args:
-      inputs, outputs: what those of the jaxpr are.
-      blocks: of each leaf that is to stream.
-
-    Raises:
-      MixesRows: the state of a leaf does not stream, or depends on that of another.
-    """
-    jaxpr = _with_single_conds(written_out(jaxpr, [True] * len(inputs), lambda *_: True))
-    kinds = {
-        v: _Kind(x.leaf, 0 if x.leaf in blocks else None, x.on_host)
-        for v, x in zip(jaxpr.invars, inputs, strict=True)
-        if x.leaf is not None and (x.leaf in blocks or x.on_host)
-    }
-    update = Update(jaxpr, inputs, outputs, blocks, kinds)
-    for eqn in jaxpr.eqns:
-        taken = [kinds.get(v) if isinstance(v, Var) else None for v in eqn.invars]
-        on_host = list(dict.fromkeys(kind.leaf for kind in taken if kind and kind.on_host))
-        if len(on_host) > 1:
-            raise MixesRows(on_host[0], eqn, on_host[1])
-        of = on_host or list(dict.fromkeys(kind.leaf for kind in taken if kind))
-        if len(of) != 1:
-            continue  # computed from whole arrays on the device
-        axes = [kind.axis if kind and kind.leaf == of[0] else None for kind in taken]
-        results: Sequence[int | None] = [None] * len(eqn.outvars)
-        if any(axis is not None for axis in axes):
-            try:
-                results = rule_of(eqn, axes, update._size(of[0])).results
-            except Mixed as mixed:
-                if on_host:
-                    raise MixesRows(of[0], mixed.eqn) from None
-                continue
-        kinds |= {v: _Kind(of[0], axis, bool(on_host)) for v, axis in zip(eqn.outvars, results, strict=True)}
-    for atom, out in zip(jaxpr.outvars, outputs, strict=True):
-        kind = kinds.get(atom) if isinstance(atom, Var) else None
-        if kind and kind.on_host and kind.leaf != out.leaf:
-            raise MixesRows(kind.leaf, None) if out.leaf is None else MixesRows(out.leaf, None, kind.leaf)
-        if kind and kind.on_host and kind.leaf in blocks and kind.axis != 0:
-            raise MixesRows(kind.leaf, None)
-    return update
+def _part_of(jaxpr: Jaxpr, eqns: Sequence[JaxprEqn], results: Sequence[Any]) -> tuple[Jaxpr, list[Var]]:
+    """Return some equations of a jaxpr as one of their own, as far as these results need them, and what it takes."""
+    made = {v for eqn in eqns for v in eqn.outvars}
+    read_there = variables([*(v for eqn in eqns for v in eqn.invars), *results])
+    taken = [v for v in dict.fromkeys(read_there) if v not in made]
+    part = jaxpr.replace(
+        constvars=[], consts=[], invars=taken, outvars=[*results], eqns=[*eqns], debug_info=with_unknown_names(jaxpr)
+    )
+    live, used = dce_jaxpr(part, [True] * len(results))
+    return live, list(itertools.compress(taken, used))
 
 
 def _with_single_conds(jaxpr: Jaxpr) -> Jaxpr:
     """Return a jaxpr in which each `cond` has one result, and the operands that this needs: those of one leaf."""
     eqns: list[JaxprEqn] = []
     for eqn in jaxpr.eqns:
-        if eqn.primitive is not cond_p or len(eqn.outvars) == 1 or eqn.effects:
+        if eqn.primitive is cond_p and not eqn.effects:
+            eqns += [_part_of(jaxpr, [eqn], [out])[0].eqns[0] for out in eqn.outvars]
+        else:
             eqns.append(eqn)
-            continue
-        for number, out in enumerate(eqn.outvars):
-            only = [n == number for n in range(len(eqn.outvars))]
-            used = [dce_jaxpr(branch, only)[1] for branch in eqn.params["branches"]]
-            operands = [any(each) for each in zip(*used, strict=True)]
-            branches = tuple(dce_jaxpr(branch, only, operands)[0] for branch in eqn.params["branches"])
-            taken = itertools.compress(eqn.invars[1:], operands)
-            params = {**eqn.params, "branches": branches}
-            eqns.append(eqn.replace(invars=[eqn.invars[0], *taken], outvars=[out], params=params))
     return with_needed_equations(jaxpr.replace(eqns=eqns))

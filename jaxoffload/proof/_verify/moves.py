@@ -12,7 +12,7 @@ from ..._engine.decide.plan import Row
 from ..._engine.jaxprs.source import Source
 from ..._engine.jaxprs.walk import walk
 from ..._jax import on_host
-from ..._optimizer.host_optimizer import STACK
+from ..._optimizer.update import STACK
 from ..._policy import Policy
 from .._check import FAILS, HOLDS, NOT_CHECKED, Found
 from .._program import kernels

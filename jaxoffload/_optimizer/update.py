@@ -19,7 +19,7 @@ from .._engine.jaxprs.flat import division
 from .._engine.jaxprs.inline import Values, read, variables, with_needed_equations, with_unknown_names, written_out
 from .._engine.layers.rows import filled
 from .._engine.layers.transport import to_host
-from .._jax import dce_jaxpr, evaluate, where_written
+from .._jax import ELEMENTWISE, dce_jaxpr, evaluate, where_written
 from .placement import Placements
 from .rows import Mixed, Rows, on_rows
 from .stream import Arrays, Blocks, Stream, stream
@@ -136,10 +136,14 @@ class Update:
     def _part(self, leaf: int) -> tuple[Jaxpr, list[Var]]:
         """Return what computes blocks of the results of a leaf, and from blocks or whole values of what."""
 
+        repeated: set[Var] = set()  # one number each, as zeros are: XLA makes only the rows that are read
+
         def is_inside(eqn: JaxprEqn) -> bool:
-            """Return if blocks compute this: constants too, which XLA folds into what reads them."""
-            constant = eqn.primitive is broadcast_in_dim_p or not (variables(eqn.invars) or eqn.effects)
-            return constant or any(self.leaf_of.get(v) == leaf for v in eqn.outvars)
+            """Return if blocks compute this: what repeats a number too, so that it is never whole."""
+            of_repeated = repeated.issuperset(variables(eqn.invars)) and eqn.primitive.name in ELEMENTWISE
+            if eqn.primitive is broadcast_in_dim_p or of_repeated:
+                repeated.update(eqn.outvars)
+            return not repeated.isdisjoint(eqn.outvars) or any(self.leaf_of.get(v) == leaf for v in eqn.outvars)
 
         results = [v for n, v in self.outputs.items() if self.leaves[n] == leaf]
         return _part_of(self.jaxpr, list(filter(is_inside, self.jaxpr.eqns)), results)

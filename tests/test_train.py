@@ -330,7 +330,14 @@ def test_a_loss_that_is_not_finite_stops_the_run_before_it_is_saved(config, tmp_
 @pytest.mark.slow
 @pytest.mark.claim("exit-status")
 def test_a_step_that_is_not_what_is_claimed_is_not_trained(config, tmp_path, capsys, monkeypatch):
-    simple = (*SIMPLE, "train.steps=1", "train.warmup_steps=0", "train.eval_every=9", "train.verify=true")
+    simple = (
+        *SIMPLE,
+        "model.layers=3",
+        "train.steps=1",
+        "train.warmup_steps=0",
+        "train.eval_every=9",
+        "train.verify=true",
+    )
     real = passes.put_row
     monkeypatch.setattr(passes, "put_row", lambda s, x, i: s if on_host(jax.typeof(s)) else real(s, x, i))
     jax.clear_caches()

@@ -307,7 +307,7 @@ def test_processes_join_when_the_launcher_or_the_config_says_so(monkeypatch, env
         (["data.path=/nowhere/*.txt"], "data.path = '/nowhere/*.txt': "),
         (
             ["model.layers=2", "mesh.stage=2", "mesh.data=1", "train.grad_accumulation=2"],
-            "2 layers in 2 chunks of stages, of which one layer each offloads",
+            "2 layers in 2 chunks, of which one layer each offloads",
         ),
     ],
 )

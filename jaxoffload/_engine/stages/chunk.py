@@ -52,9 +52,11 @@ def chunk_loops(
     if wanted > 1 and offloaded == 1:  # for want of room
         offloaded = 0
     if offloaded == 1:
-        of_chunks = f"{params['length']} layers in {chunks} chunks of stages, of which one layer each offloads"
-        why = f"{of_chunks}: a chunk needs two or more; use fewer stages, another offload_layers, or save"
-        raise PolicyError([Problem("offload_layers", f"offload_layers: {why}")])
+        why = (
+            f"stages: {params['length']} layers in {chunks} chunks, of which one layer each offloads: it needs two or "
+            "more; use fewer virtual stages, another offload_layers, or save"
+        )
+        raise PolicyError([Problem("accumulate", f"accumulate: {why}")])
     how = {"length": layers, "reverse": False, "unroll": params["unroll"]}
     loops = loops_of_layers(body, closed, policy, strict, offloaded=offloaded, **how)
     return replace(loops, segments=joined(loops.segments))

@@ -23,6 +23,8 @@ from ._compiler_options import write_xla_flags as write_xla_flags
 from ._engine.stages.schedule import Schedule as Schedule
 from ._offload import offload as offload
 from ._optimizer.host_optimizer import host_optimizer as host_optimizer
+from ._optimizer.masters import join_masters as join_masters
+from ._optimizer.masters import split_masters as split_masters
 from ._scan import scan as scan
 
 # isort: split

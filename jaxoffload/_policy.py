@@ -268,8 +268,7 @@ def _unmatched(source: str, pattern: str, names: list[str], listed: bool) -> Pro
     near = nearest(pattern, [*names, *(n.rpartition("/")[2] for n in names)])
     if within := next((n for n in names if matches(f"**/{pattern}", n)), None):
         near = f"; in all scopes it is {f'**/{pattern}'!r}, which matches {within}"
-    known = f"; the tagged names are {', '.join(names)}" if listed else ""
-    return _problem(source, why + known + near)
+    return _problem(source, why + f"; the tagged names are {', '.join(names)}" * listed + near)
 
 
 def _choice(field: str, value: object, allowed: Iterable[str]) -> list[Problem]:

@@ -107,8 +107,8 @@ def planned(config: Config, mesh: AnyMesh) -> tuple[Config, jaxoffload.Plan | No
     remat = config.remat
     if remat.budget is None:
         return config, None
+    made = program(config, mesh)
     budget, host_budget = (None if size == "auto" else size for size in (remat.budget, remat.host_budget))
     how: dict[str, Any] = {"budget": budget, "host_budget": host_budget, "machine": remat.machine}
-    made = program(config, mesh)
     plan = jaxoffload.plan(made.step, made.state, made.tokens, fixed=remat.fixed, **how)
     return replace(config, remat=replace(remat, **asdict(plan.policy))), plan

@@ -22,6 +22,7 @@ import numpy as np
 import orbax.checkpoint as ocp
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
+import jaxoffload
 from models.config import Config, ConfigError, flat, nearest
 from models.data import Source
 from models.sharding import batch_sharding
@@ -90,8 +91,8 @@ def resume(manager: ocp.CheckpointManager, config: Config, made: Program, source
 
 
 def _params_of(state: State) -> dict[str, Any]:
-    remainders = state.optimizer.remainders
-    return {"params": state.params} | ({} if remainders is None else {"remainders": remainders})
+    masters = {"remainders": state.optimizer.remainders}
+    return {"params": state.params} | (masters if jax.tree.leaves(masters) else {})
 
 
 def converted(tree: dict[str, Any], like: State) -> tuple[Any, Any]:
@@ -101,31 +102,18 @@ def converted(tree: dict[str, Any], like: State) -> tuple[Any, Any]:
         if weight.dtype == to.dtype:
             return weight, remainder
         if remainder is None:
-            found = jax.jit(_split, out_shardings=(to.sharding, rest.sharding))(weight)
+            found = jax.jit(jaxoffload.split_masters, out_shardings=(to.sharding, rest.sharding))(weight)
         else:
-            found = jax.jit(_join, out_shardings=to.sharding)(weight, jax.device_put(remainder, to.sharding)), None
+            joined = jax.jit(jaxoffload.join_masters, out_shardings=to.sharding)
+            found = joined(weight, jax.device_put(remainder, to.sharding)), None
         jax.block_until_ready(found)
         weight.delete()  # one after another, so that a device never has two sets of them
         return found
 
-    none = jax.tree.map(lambda _: None, like.params)
-    halves, rest = (tree["params"], tree.get("remainders", none)), like.optimizer.remainders
-    found = jax.tree.map(convert, like.params, none if rest is None else rest, *halves)
+    remainders = tree.get("remainders", jax.tree.map(lambda _: None, like.params))
+    found = jax.tree.map(convert, like.params, like.optimizer.remainders, tree["params"], remainders)
     part = lambda n: jax.tree.map(lambda _, pair: pair[n], like.params, found)
-    return part(0), None if rest is None else part(1)
-
-
-def _split(master: jax.Array) -> tuple[jax.Array, jax.Array]:
-    """Return the bfloat16 weight of a float32 master and what it lacks, int16, as `host_optimizer` keeps them."""
-    bits = jax.lax.bitcast_convert_type(master, jnp.uint32)
-    upper = ((bits + 0x8000) >> 16).astype(jnp.uint16)
-    lower = (bits & 0xFFFF).astype(jnp.uint16)
-    return jax.lax.bitcast_convert_type(upper, jnp.bfloat16), jax.lax.bitcast_convert_type(lower, jnp.int16)
-
-
-def _join(weight: jax.Array, remainder: jax.Array) -> jax.Array:
-    upper = jax.lax.bitcast_convert_type(weight, jnp.uint16).astype(jnp.uint32) << 16
-    return jax.lax.bitcast_convert_type(upper + remainder.astype(jnp.uint32), jnp.float32)
+    return part(0), part(1)
 
 
 def restore(manager: ocp.CheckpointManager, step: int, wanted: dict[str, Any]) -> dict[str, Any]:

@@ -13,13 +13,12 @@ from optax import contrib
 from pages import ROOT, result
 
 from benchmarks import optimizer
-from jaxoffload import HostPoolFull, Policy, PolicyError, host_optimizer, scan, tag, verify
+from jaxoffload import HostPoolFull, Policy, PolicyError, host_optimizer, join_masters, scan, split_masters, tag, verify
 from jaxoffload._engine.host.need import held_by_arguments, need_of, refuse_what_does_not_fit
 from jaxoffload._jax import ELEMENTWISE
 from jaxoffload._optimizer import placement as _placement
 from jaxoffload._optimizer import stream as _stream
 from jaxoffload._optimizer import update as _update
-from jaxoffload._optimizer.masters import join, split
 from jaxoffload.proof import Bus, Machine, exact_options, predict
 
 ONE = SingleDeviceSharding(jax.devices()[0])
@@ -280,7 +279,7 @@ def test_masters_have_the_bits_of_float32_parameters(state_dtype):
     for n in range(3):
         masters, inner = step(gradients_of(params, n), masters, inner)
     assert_equal(state.inner, inner)
-    assert_equal(jax.tree.map(lambda w, r: join(w, jax.device_put(r, ONE)), found, state.remainders), masters)
+    assert_equal(jax.tree.map(lambda w, r: join_masters(w, jax.device_put(r, ONE)), found, state.remainders), masters)
     assert_equal(found, jax.tree.map(rounded, masters))
 
 
@@ -289,8 +288,8 @@ def test_a_weight_and_its_remainder_are_the_master_bit_for_bit():
     bits = np.random.default_rng(0).integers(0, 2**32, 100_000, dtype=np.uint32)
     edges = np.array([0, 1, 0x8000, 0x7FFF, 0xFFFF8000, 0x00018000, 0x7F7FFFFF, 0x7F800000, 0xFF800000], np.uint32)
     masters = np.concatenate([bits, edges, edges + 1]).view(np.float32)
-    weights, remainders = jax.jit(split)(masters)
-    again = np.asarray(jax.jit(join)(weights, remainders))
+    weights, remainders = jax.jit(split_masters)(masters)
+    again = np.asarray(jax.jit(join_masters)(weights, remainders))
     is_nan = np.isnan(masters)
     assert (again.view(np.uint32) == masters.view(np.uint32))[~is_nan].all()
     assert np.isnan(again[is_nan]).all() and np.isnan(np.asarray(weights, np.float32)[is_nan]).all()

@@ -16,7 +16,7 @@ from .._jax import HOST, define, on_device, on_host
 from .._policy import Policy, check_arguments, check_switches
 from .._text import readable, short
 from .._tracing import tracing
-from .masters import join, split
+from .masters import join_masters, split_masters
 from .placement import Placements, owners, placed
 from .stream import Blocks
 from .update import Update
@@ -195,7 +195,7 @@ class HostOptimizer:
         updates, inner = self.tx.update(gradients, _cast(state.inner, seen), weights)
         weights = jax.tree.map(lambda x, u: (x + u).astype(x.dtype), weights, updates)  # as `optax.apply_updates`
         inner = _cast(inner, state.inner)
-        part = lambda k: lambda x, r: (x, None)[k] if r is None else split(x)[k]
+        part = lambda k: lambda x, r: (x, None)[k] if r is None else split_masters(x)[k]
         weights, remainders = (jax.tree.map(part(k), weights, state.remainders) for k in (0, 1))
         return weights, HostState(inner, remainders)
 
@@ -244,7 +244,7 @@ _there_p = define(
 
 def _masters(params: Any, remainders: Any) -> Any:
     """Return parameters as `tx` sees them."""
-    return jax.tree.map(lambda x, r: x if r is None else join(x, r), params, remainders)
+    return jax.tree.map(lambda x, r: x if r is None else join_masters(x, r), params, remainders)
 
 
 def _cast(tree: Any, like: Any) -> Any:

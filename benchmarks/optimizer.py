@@ -2,11 +2,12 @@
 
     python -m benchmarks.optimizer [--layers 32 --batch 1 --seq 4096 --microbatches 32] [--out FILE]
     python -m benchmarks.optimizer --layers 16 --modes sgd host device whole --out FILE
+    python -m benchmarks.optimizer --fsdp 2 --batch 2 --modes host device --out FILE
 
 A step sums the gradients of the microbatches and updates. Each mode has a state of its own, so they run one after
-another. `update` is the update alone; `gb_each_way` is what it fetches, and writes; `bus_gb_s`: what the bus copies
-each way while it copies both ways. `equal`: whether 20 steps of two layers have the same bits with the state on the
-host and on the device.
+another. `update` is the update alone; `gb_each_way` is what each device fetches, and writes, by `placements`, and
+`host_state_gib` what it keeps on the host, by XLA; `bus_gb_s`: what the bus copies each way while it copies both ways.
+`equal`: whether 20 steps of two layers have the same bits with the state on the host and on the device.
 """
 
 import argparse
@@ -18,14 +19,14 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
-from jax.sharding import SingleDeviceSharding
 
 import jaxoffload
 from benchmarks import bench
-from benchmarks.bench import cells, markdown
-from benchmarks.cases import OVERLAP, SIZES, accumulated, in_microbatches, loss_of, model_flops, ours, shape_of, start
+from benchmarks.bench import GIB, cells, markdown
+from benchmarks.cases import OVERLAP, SIZES, accumulated, loss_of, model_flops, ours, placed, shape_of, state_of
 from benchmarks.dense import CASE
 from jaxoffload import Policy
+from jaxoffload.proof import memory_plan
 from jaxoffload.proof._predict.measure import bus
 from jaxoffload.proof._program.exact import repeatable_options
 
@@ -41,19 +42,18 @@ VARIANT = ours(dict.fromkeys(CASE.moved, "offload"))
 STEPS = 20
 
 
-def optimizer_of(mode: str) -> Any:
+def optimizer_of(options: argparse.Namespace, mode: str) -> Any:
     """Return AdamW with float32 masters, whose state is where the mode has it."""
-    place = "save" if mode in ("device", "whole") else "offload"
+    policy = Policy(default="save" if mode in ("device", "whole") else "offload")
     dtype = None if mode == "host_float32" else jnp.bfloat16
-    where = SingleDeviceSharding(jax.devices()[0])
+    shardings = jax.tree.map(lambda x: x.sharding, state_of(CASE, options)[0][0])
     tx = optax.adamw(1e-5, b2=0.95, weight_decay=0.1)
-    policy = Policy(default=place)
-    return jaxoffload.host_optimizer(tx, policy=policy, shardings=where, masters=True, state_dtype=dtype)
+    return jaxoffload.host_optimizer(tx, policy=policy, shardings=shardings, masters=True, state_dtype=dtype)
 
 
 def step_of(options: argparse.Namespace, mode: str) -> Any:
     """Return a step, ((weights, state), batch) -> the same."""
-    tx, gradients = optimizer_of(mode), accumulated(loss_of(CASE, options, VARIANT))
+    tx, gradients = optimizer_of(options, mode), accumulated(loss_of(CASE, options, VARIANT))
     to = lambda tree, place: jax.tree.map(lambda x: jax.device_put(x, place) if x.ndim else x, tree)
 
     def step(of: Any, batch: Any) -> Any:
@@ -71,29 +71,32 @@ def step_of(options: argparse.Namespace, mode: str) -> Any:
     return step
 
 
-def initial(options: argparse.Namespace, mode: str) -> Any:
-    """Return the weights and the state, and all microbatches."""
-    weights, x = jax.eval_shape(start(CASE, options))
-    draw = lambda n, w: 0.02 * jax.random.normal(jax.random.key(n), w.shape, jnp.bfloat16)
-    made = [jax.jit(functools.partial(draw, n, w))() for n, w in enumerate(jax.tree.leaves(weights))]
-    weights = jax.tree.unflatten(jax.tree.structure(weights), made)
-    state = () if mode == "sgd" else optimizer_of(mode).init(weights)
-    if mode == "whole":
-        state = jax.tree.map(lambda x: jax.device_put(x, jax.memory.Space.Host) if x.ndim else x, state)
-    batch = in_microbatches(jax.random.normal(jax.random.key(99), x.shape, x.dtype), options.microbatches)
-    return (weights, state), batch
-
-
 def abstract(options: argparse.Namespace, mode: str) -> Any:
-    """Return the shapes, dtypes and shardings of `initial`."""
-    (weights, state), batch = jax.eval_shape(lambda: initial(options, mode))
-    one = SingleDeviceSharding(jax.devices()[0])
-    places = () if mode == "sgd" else optimizer_of(mode).state_shardings(weights)
+    """Return the weights and the state, and all microbatches: shapes, dtypes and shardings."""
+    weights, batch = state_of(CASE, options, options.microbatches)[0]
+    weights = jax.tree.map(lambda w: w.update(dtype=jnp.bfloat16), weights)
+    if mode == "sgd":
+        return (weights, ()), batch
+    tx = optimizer_of(options, mode)
+    state, where = jax.eval_shape(tx.init, weights), tx.state_shardings(weights)
     if mode == "whole":
-        places = jax.tree.map(lambda x: one.with_memory_kind("pinned_host") if x.ndim else one, state)
-    shardings = (jax.tree.map(lambda _: one, weights), places), one
-    of = lambda x, sharding: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=sharding)
-    return jax.tree.map(of, ((weights, state), batch), shardings)
+        where = jax.tree.map(lambda x, of: of.with_memory_kind("pinned_host") if x.ndim else of, state, where)
+    return (weights, placed(state, where)), batch
+
+
+def initial(options: argparse.Namespace, mode: str) -> Any:
+    """Return `abstract` as arrays."""
+    (weights, state), batch = abstract(options, mode)
+
+    def drawn(n: int, x: Any) -> Any:
+        draw = lambda: 0.02 * jax.random.normal(jax.random.key(n), x.shape, x.dtype)
+        return jax.jit(draw, out_shardings=x.sharding)()
+
+    weights = jax.tree.unflatten(jax.tree.structure(weights), map(drawn, *zip(*enumerate(jax.tree.leaves(weights)))))
+    if mode != "sgd":
+        made = optimizer_of(options, mode).init(weights)
+        state = jax.tree.map(lambda x, of: jax.device_put(x, of.sharding), made, state)
+    return (weights, state), 50 * drawn(-1, batch)
 
 
 def equal(options: argparse.Namespace) -> bool:
@@ -117,11 +120,11 @@ def groups(options: argparse.Namespace) -> Iterator[bench.Group]:
     for mode in options.modes:
         args = abstract(options, mode)
         step = bench.compiled(bench.lowered(step_of(options, mode), args, OVERLAP))
-        if mode not in ("sgd", "device"):
-            on_host = (
-                optimizer_of("host_float32" if mode == "host_float32" else "host").placements(args[0][0]).host_bytes
-            )
-            step.facts["gb_each_way"] = round(on_host / 1e9, 3)
+        if mode not in ("sgd", "device", "whole"):
+            on_host = optimizer_of(options, mode).placements(args[0][0]).host_bytes
+            step.facts["gb_each_way"] = round(on_host / options.fsdp / 1e9, 3)
+        if step.run and (plan := memory_plan(step.run)):
+            step.facts["host_state_gib"] = round(plan.host_argument_size_in_bytes / GIB, 4)
         flops = None if mode == "update" else options.microbatches * model_flops(CASE, options)
         make = functools.partial(initial, options, mode)
         yield bench.Group((), {(mode, "overlap"): step}, make, flops, 1)
@@ -129,10 +132,10 @@ def groups(options: argparse.Namespace) -> Iterator[bench.Group]:
 
 def ratios(modes: dict[str, Any], options: argparse.Namespace) -> dict[str, float]:
     pairs = [(mode, "sgd") for mode in ("host", "host_float32", "device", "whole")]
-    found = bench.ratios(modes, [*pairs, ("device", "host"), ("whole", "host")])
+    found = bench.ratios(modes, [*pairs, ("host", "device"), ("whole", "host")])
     if "ms" in (update := modes.get("update", {})):
         found["update, GB/s each way"] = round(1e3 * update["gb_each_way"] / update["ms"], 3)
-        found["update, of the bus's rate"] = round(1e3 * update["gb_each_way"] / update["ms"] / options.bus_gb_s, 3)
+        found["update, of the bus's rate"] = round(found["update, GB/s each way"] / options.bus_gb_s, 3)
     return found
 
 
@@ -152,7 +155,8 @@ def parse() -> argparse.Namespace:
 if __name__ == "__main__":
     options = parse()
     bench.prepare(options.attention)
-    options.bus_gb_s = round(bus(jax.devices()[:1], scale=1 if jax.default_backend() == "gpu" else 64).together, 2)
+    on_gpu = jax.default_backend() == "gpu"
+    options.bus_gb_s = round(bus(jax.devices()[: options.fsdp], scale=1 if on_gpu else 64).together, 2)
     more = {"shape": shape_of(options) | {"dtype": "bfloat16"}, "bus_gb_s": options.bus_gb_s}
     result = bench.main("optimizer", options, groups, ratios, **more)
     bench.write(options, result | {"equal": equal(options)})

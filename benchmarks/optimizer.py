@@ -12,6 +12,7 @@ another. `update` is the update alone; `gb_each_way` is what each device fetches
 
 import argparse
 import functools
+import itertools
 from collections.abc import Iterator
 from typing import Any
 
@@ -92,7 +93,9 @@ def initial(options: argparse.Namespace, mode: str) -> Any:
         draw = lambda: 0.02 * jax.random.normal(jax.random.key(n), x.shape, x.dtype)
         return jax.jit(draw, out_shardings=x.sharding)()
 
-    weights = jax.tree.unflatten(jax.tree.structure(weights), map(drawn, *zip(*enumerate(jax.tree.leaves(weights)))))
+    weights = jax.tree.unflatten(
+        jax.tree.structure(weights), itertools.starmap(drawn, enumerate(jax.tree.leaves(weights)))
+    )
     if mode != "sgd":
         made = optimizer_of(options, mode).init(weights)
         state = jax.tree.map(lambda x, of: jax.device_put(x, of.sharding), made, state)

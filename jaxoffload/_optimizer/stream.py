@@ -2,10 +2,11 @@
 
     iteration i:   fetch block i+1    compute block i    write block i
 
-Both copies run beside the computation, one in each direction. On the device are at most four blocks: one that comes,
-one that is computed with, what becomes of it, and one that goes.
+Both copies run beside the computation, one in each direction of the bus. On the device are at most four blocks: one
+that comes, one that is computed with, what becomes of it, and one that goes.
 """
 
+import itertools
 from collections.abc import Callable, Collection, Sequence
 from typing import Any, NamedTuple
 
@@ -16,6 +17,7 @@ from jax.sharding import NamedSharding, PartitionSpec
 from .._engine.jaxprs.flat import division
 from .._engine.layers.rows import opaque_zero
 from .._engine.layers.transport import to_device, to_host
+from .._jax import nbytes
 
 Arrays = dict[int, Any]
 
@@ -90,34 +92,57 @@ class Stream(NamedTuple):
 
 def stream(leaves: Sequence[Stream]) -> Arrays:
     """Return the arrays that replace those of the leaves. All leaves have as many blocks."""
-    zero = opaque_zero()
+    zero, turns = opaque_zero(), _turns(leaves)
+    blocks = {n: leaf.blocks for leaf in leaves for n in leaf.arrays}
+    here = {n: x for leaf in leaves for n, x in leaf.arrays.items() if n not in leaf.on_host}
+    there = {n: leaf.arrays[n] for leaf in leaves for n in leaf.on_host}
+    # Kernels read it: XLA:GPU copies rows by DMA in loops alone.
+    fetched = {n: to_device(blocks[n].take(there[n], 0)) for leaf in leaves for n in leaf.reads}
 
-    def fetch(arrays: Arrays, i: Any) -> Arrays:
-        return {n: to_device(leaf.blocks.take(arrays[n], i)) for leaf in leaves for n in leaf.reads}
-
-    def visit(i: Any, following: Any, state: tuple[Arrays, Arrays]) -> tuple[Arrays, Arrays]:
+    def visit(i: Any, following: Any, state: tuple[Arrays, Arrays, Arrays]) -> tuple[Arrays, Arrays, Arrays]:
         """Compute and write block i, and fetch the one that follows, if one does."""
-        arrays, fetched = dict(state[0]), state[1]
-        coming = {} if following is None else fetch(arrays, following)
-        i_device = i + zero
+        here, there, fetched = state
+        new, coming, i_device = dict[int, Any](), dict[int, Any](), i + zero
         for leaf in leaves:
             # From the array that is replaced: from the one that was given, XLA would copy it before the loop.
-            old = {n: leaf.blocks.take(arrays[n], i_device) for n in leaf.arrays if n not in leaf.on_host}
-            for n, block in leaf.compute(i_device, fetched | old).items():
-                # Each array is read before it is written, so XLA need not copy it. An order of all reads before all
-                # writes would have the two directions of the bus wait for each other.
-                if n in coming:
-                    coming[n], arrays[n], block = lax.optimization_barrier((coming[n], arrays[n], block))
-                there = n in leaf.on_host
-                arrays[n] = leaf.blocks.put(arrays[n], to_host(block) if there else block, i if there else i_device)
-        return arrays, coming
+            old = {n: blocks[n].take(here[n], i_device) for n in leaf.arrays if n in here}
+            new |= leaf.compute(i_device, fetched | old)
+        for reads, writes in turns:
+            there, coming, going = lax.optimization_barrier((there, coming, {n: new[n] for n in writes}))
+            if following is not None:
+                coming |= {n: to_device(blocks[n].take(there[n], following)) for n in reads if n in fetched}
+            there |= {n: blocks[n].put(there[n], to_host(x), i) for n, x in going.items()}
+        there, coming = lax.optimization_barrier((there, coming))  # as each turn waits for the one before
+        return {n: blocks[n].put(x, new[n], i_device) for n, x in here.items()}, there, coming
 
-    arrays = {n: x for leaf in leaves for n, x in leaf.arrays.items()}
-    state = arrays, fetch(arrays, 0)  # kernels read it: XLA:GPU copies rows by DMA in loops alone
+    state = here, there, fetched
     half, odd = divmod(leaves[0].blocks.number, 2)
-    if odd:  # XLA:GPU would not clamp the row that an iteration for the last block would fetch
-        if half:
-            state = lax.fori_loop(0, 2 * half, lambda i, state: visit(i, i + 1, state), state)
-        return visit(2 * half, None, state)[0]
-    # Two blocks in each iteration, one of each half: what follows the last of the first half is a block, too.
-    return lax.fori_loop(0, half, lambda i, state: visit(half + i, i + 1, visit(i, half + i, state)), state)[0]
+    if odd and half:  # XLA:GPU would not clamp the row that an iteration for the last block would fetch
+        state = lax.fori_loop(0, 2 * half, lambda i, state: visit(i, i + 1, state), state)
+    if odd:
+        state = visit(2 * half, None, state)
+    else:  # two blocks in each iteration, one of each half: what follows the last of the first half is a block, too
+        state = lax.fori_loop(0, half, lambda i, state: visit(half + i, i + 1, visit(i, half + i, state)), state)
+    return state[0] | state[1]
+
+
+def _turns(leaves: Sequence[Stream]) -> list[tuple[list[int], list[int]]]:
+    """Return which array is read, and which is written, in each turn: none or one.
+
+    Arrays of one size take turns: while a block of one comes, a block of the one that was read before goes. So both
+    directions of the bus are always busy; no copy waits for another on a stream, which XLA deals out in turn (see
+    docs/upstream.md); and as an array is not read and written in one turn, XLA copies none.
+    """
+    size = dict[int, int]()
+    for leaf in leaves:
+        parts = division(leaf.blocks.sharding).parts
+        # An array that is about to be made, in a single block, is None.
+        size |= {n: 0 if leaf.arrays[n] is None else nbytes(leaf.arrays[n]) // parts for n in leaf.on_host}
+    # The smallest first: the first turn waits for what is computed of it.
+    on_host = sorted(size, key=lambda n: size[n])
+    turns = list[tuple[list[int], list[int]]]()
+    for _, group in itertools.groupby(on_host, key=lambda n: size[n]):
+        first, *others = group
+        after = [[n] for n in (*others, first)] if others else [[], [first]]
+        turns += zip([[first], *after], after, strict=False)
+    return turns

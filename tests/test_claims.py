@@ -108,8 +108,9 @@ def percent(share):
 
 
 def of_the_optimizer(measured):
-    ratios = measured["ratios"]
-    return [percent(ratios["host/sgd"] - 1), percent(ratios["update, of the bus's rate"])]
+    modes, ratios = measured["modes"], measured["ratios"]
+    freed = f"{modes['device']['all_gib'] - modes['host']['all_gib']:.1f} GiB"
+    return [percent(ratios["host/sgd"] - 1), percent(ratios["update, of the bus's rate"]), freed]
 
 
 DIVISIONS = ("even", "falling", "skewed")
@@ -144,7 +145,7 @@ STATED = [
 # Figures that no result file has: what XLA or a test assumes, and bounds of what test_plan_measured.py and others
 # compute from the files. Each stands on its page once, in these words.
 BOUNDS = {
-    "optimizer.md": ["are within 3 % of what was measured"],
+    "optimizer.md": ["are within 4 % of what was measured"],
     "performance.md": ["differs by less than 2 %"],
     "plan.md": [
         "use of this GPU, less 5 %",
@@ -201,7 +202,7 @@ TABLES = [
     stages.table(result("stages-moe")),
     stages.table(result("stages-experts")),
     stages.table(result("stages-alone")),
-    optimizer.table(result("optimizer")),
+    *(optimizer.table(result(name)) for name in ("optimizer", "optimizer-fsdp")),
 ]
 
 
@@ -317,7 +318,9 @@ def test_accumulate_that_offloads_nothing_is_no_slower_than_a_loop_in_less_memor
 def test_an_optimizers_state_streams_at_the_rate_of_the_bus():
     measured = result("optimizer")
     assert measured["equal"] and measured["ratios"]["host/sgd"] <= 1.12
-    assert measured["ratios"]["update, of the bus's rate"] >= 0.85
+    assert measured["ratios"]["update, of the bus's rate"] >= 0.85 and measured["modes"]["host"]["mfu"] >= 0.49
+    on_two = result("optimizer-fsdp")
+    assert on_two["equal"] and on_two["ratios"]["host/device"] <= 1.1
 
 
 TWO = ("h200", "h100")  # machines that were measured with two GPUs
@@ -631,7 +634,6 @@ VARIANTS = {
 }
 ON_H100S = (
     "accumulate-fsdp-4-h100",
-    "optimizer",
     "plans-h100",
     "plans-on-machine",
     "stages",

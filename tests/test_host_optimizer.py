@@ -17,7 +17,6 @@ from jaxoffload import HostPoolFull, Policy, PolicyError, host_optimizer, join_m
 from jaxoffload._engine.host.need import held_by_arguments, need_of, refuse_what_does_not_fit
 from jaxoffload._jax import ELEMENTWISE
 from jaxoffload._optimizer import placement as _placement
-from jaxoffload._optimizer import stream as _stream
 from jaxoffload._optimizer import update as _update
 from jaxoffload.proof import Bus, Machine, exact_options, predict
 
@@ -521,8 +520,9 @@ def test_steps_take_the_time_that_is_predicted(monkeypatch):
 
 
 def another_row(monkeypatch):
-    take = _stream.Blocks.take
-    monkeypatch.setattr(_stream.Blocks, "take", lambda self, x, i, axis=0: take(self, x, (i + 1) % self.number, axis))
+    take = _placement.Placed.take
+    another = lambda self, x, i, axis=0: take(self, x, (i + 1) % self.blocks, axis)
+    monkeypatch.setattr(_placement.Placed, "take", another)
 
 
 def all_at_once(monkeypatch):

@@ -6,23 +6,29 @@ must treat the rows of the leaf's first axis by themselves (`rows.py`): it strea
 whose rows are mixed streams as one block.
 """
 
-import itertools
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from typing import Any
 
 import jax
 from jax import lax
 from jax.extend.core import Jaxpr, JaxprEqn, Var
-from jax.extend.core.primitives import broadcast_in_dim_p, cond_p
+from jax.extend.core.primitives import broadcast_in_dim_p
 
-from .._engine.jaxprs.flat import division
-from .._engine.jaxprs.inline import Values, read, variables, with_needed_equations, with_unknown_names, written_out
+from .._engine.jaxprs.inline import (
+    Values,
+    evaluate_equations,
+    read,
+    variables,
+    with_needed_equations,
+    with_unknown_names,
+)
 from .._engine.layers.rows import filled
 from .._engine.layers.transport import to_host
-from .._jax import ELEMENTWISE, dce_jaxpr, evaluate, where_written
+from .._jax import ELEMENTWISE, where_written
+from .opened import opened
 from .placement import Placements
-from .rows import Mixed, Rows, on_rows
-from .stream import Arrays, Blocks, Stream, stream
+from .rows import Mixed, Rows
+from .stream import Arrays, Stream, stream
 
 STACK = 3  # the state of an array of so many axes, one of layers or experts, never comes to the device whole
 # Per device, of the blocks of an iteration; more only if one leaf has more. In each iteration the last array that is
@@ -37,38 +43,43 @@ class Update:
     Attributes:
       jaxpr: it, for whole arrays on the device.
       leaves: of each input, the leaf that it has a row for each row of, if any.
-      on_host: the numbers of the inputs that are there.
       placements: of the leaves.
-      blocks: of each leaf with state on the host.
+      streamed: the leaves with state on the host.
+      on_host: the numbers of the inputs that are there.
       outputs: the results, by the numbers of the inputs that they replace.
       leaf_of: the leaf with whose blocks a value is computed, if it is.
       from_host: the values that depend on state there.
+      repeated: the values that repeat one number, as zeros do; blocks make their own, so that they are never whole.
     """
 
-    def __init__(
-        self, jaxpr: Jaxpr, leaves: Sequence[int | None], state: int, placements: Placements, blocks: dict[int, Blocks]
-    ):
+    def __init__(self, jaxpr: Jaxpr, leaves: Sequence[int | None], state: int, placements: Placements):
         """Find what runs block by block. Inputs from number `state` on are the state.
 
         Raises:
           NotImplementedError: the update mixes what must be apart.
         """
-        self.jaxpr = _with_single_conds(written_out(jaxpr, [True] * len(leaves), lambda *_: True))
-        self.leaves, self.placements, self.blocks = leaves, list(placements), dict(blocks)
-        self.on_host = {n for n, leaf in enumerate(leaves) if n >= state and leaf in blocks}
+        self.jaxpr, self.leaves, self.placements = opened(jaxpr), leaves, list(placements)
+        self.streamed = {leaf for leaf, placed in enumerate(placements) if placed.place == "host"}
+        self.on_host = {n for n, leaf in enumerate(leaves) if n >= state and leaf in self.streamed}
         self.outputs: dict[int, Any] = dict(enumerate(self.jaxpr.outvars, len(leaves) - len(self.jaxpr.outvars)))
-        self.leaf_of = {v: leaf for v, leaf in zip(self.jaxpr.invars, leaves, strict=True) if leaf in blocks}
+        given = zip(self.jaxpr.invars, leaves, strict=True)
+        self.leaf_of = {v: leaf for v, leaf in given if leaf is not None and leaf in self.streamed}
         self.from_host = {self.jaxpr.invars[n] for n in self.on_host}
+        self.repeated: set[Var] = set()
         made = [v for eqn in self.jaxpr.eqns for v in eqn.outvars]
         every = [*self.jaxpr.invars, *self.jaxpr.constvars, *made]
         jax.eval_shape(lambda *values: self._divide(dict(zip(every, values, strict=True))), *(v.aval for v in every))
 
     def _divide(self, whole: Values) -> None:
-        """Fill `leaf_of` and `from_host`. `whole` has each variable, so nothing is computed but blocks."""
-        take = lambda leaf: lambda x, axis: lax.slice_in_dim(x, 0, x.shape[axis] // self.blocks[leaf].number, axis=axis)
+        """Fill the last attributes. `whole` has each variable, so nothing is computed but blocks."""
+        number = lambda leaf: self.placements[leaf].blocks
+        take = lambda leaf: lambda x, axis: lax.slice_in_dim(x, 0, x.shape[axis] // number(leaf), axis=axis)
         rows: Values = {v: take(leaf)(whole[v], 0) for v, leaf in self.leaf_of.items()}
         for eqn in self.jaxpr.eqns:
             operands = variables(eqn.invars)
+            of_repeated = eqn.primitive.name in ELEMENTWISE and self.repeated.issuperset(operands)
+            if of_repeated or eqn.primitive is broadcast_in_dim_p:
+                self.repeated.update(eqn.outvars)
             of_state = list(dict.fromkeys(self.leaf_of[v] for v in operands if v in self.from_host))
             if len(of_state) > 1:
                 raise self._refusal(of_state[0], eqn, of_state[1])
@@ -78,12 +89,12 @@ class Update:
             (leaf,) = leaves
             values: Values = {v: rows[v] if self.leaf_of.get(v) == leaf else whole[v] for v in operands}
             try:
-                if self.blocks[leaf].number > 1:
-                    Rows(self.jaxpr, values, take(leaf)).evaluate([eqn])
-            except Mixed as mixed:
+                if number(leaf) > 1:
+                    Rows(self.jaxpr, values, take(leaf)).evaluate(eqn)
+            except Mixed:
                 if not of_state:
                     continue
-                self._mixes(leaf, mixed.eqn)
+                self._mixes(leaf, eqn)
             rows |= {v: values.get(v, whole[v]) for v in eqn.outvars}
             self.leaf_of |= dict.fromkeys(eqn.outvars, leaf)
             self.from_host.update(eqn.outvars if of_state else [])
@@ -96,9 +107,8 @@ class Update:
 
     def _mixes(self, leaf: int, eqn: JaxprEqn | None) -> None:
         """Let the state of a leaf whose rows are mixed come as one block."""
-        if self.blocks[leaf].ndim >= STACK:
+        if self.placements[leaf].ndim >= STACK:
             raise self._refusal(leaf, eqn) from None
-        self.blocks[leaf] = self.blocks[leaf]._replace(number=1)
         self.placements[leaf] = self.placements[leaf]._replace(blocks=1)
 
     def _refusal(self, leaf: int, eqn: JaxprEqn | None, other: int | None = None) -> NotImplementedError:
@@ -114,47 +124,36 @@ class Update:
 
     def run(self, operands: Sequence[Any]) -> list[Any]:
         """Return the results, from operands in the memory that `on_host` says. One that is not read may be None."""
-        jaxpr, parts = self.jaxpr, {leaf: self._part(leaf) for leaf in self.blocks}
+        jaxpr, parts = self.jaxpr, {leaf: self._part(leaf) for leaf in self.streamed}
         values = dict(zip([*jaxpr.invars, *jaxpr.constvars], [*operands, *jaxpr.consts], strict=True))
-        once = {n: v for n, v in self.outputs.items() if self.leaves[n] not in self.blocks}
-        read_whole = [v for leaf, (_, taken) in parts.items() for v in taken if self.leaf_of.get(v) != leaf]
-        first = [eqn for eqn in jaxpr.eqns if self.from_host.isdisjoint(variables(eqn.invars))]
-        whole, taken = _part_of(jaxpr, first, [*once.values(), *read_whole])
-        found = evaluate(whole, read(taken, values))
-        new = dict(zip(once, found, strict=False))
-        values |= zip(read_whole, found[len(once) :], strict=True)
+        once = {n: v for n, v in self.outputs.items() if self.leaves[n] not in self.streamed}
+        on_device = [eqn for eqn in jaxpr.eqns if self.from_host.isdisjoint(variables(eqn.invars))]
+        read_whole = (v for _, taken in parts.values() for v in taken)
+        evaluate_equations(jaxpr, _needed(jaxpr, on_device, [*once.values(), *read_whole])[0], values)
+        new = dict(zip(once, read([*once.values()], values), strict=True))
         before: list[Any] = []
         for leaves in self._loops():
             streams = [self._stream(leaf, *parts[leaf], values) for leaf in leaves]
-            if self.blocks[leaves[0]].number == 1:  # one after another, so that the device holds the state of one
+            if streams[0].placed.blocks == 1:  # one after another, so that the device holds the state of one
                 arrays, _ = lax.optimization_barrier((streams[0].arrays, before))
                 streams = [streams[0]._replace(arrays=arrays)]
             new |= stream(streams)
             before = [new[n] for n in streams[0].arrays if n not in self.on_host]
         return [new[n] for n in self.outputs]
 
-    def _part(self, leaf: int) -> tuple[Jaxpr, list[Var]]:
-        """Return what computes blocks of the results of a leaf, and from blocks or whole values of what."""
-
-        repeated: set[Var] = set()  # one number each, as zeros are: XLA makes only the rows that are read
-
-        def is_inside(eqn: JaxprEqn) -> bool:
-            """Return if blocks compute this: what repeats a number too, so that it is never whole."""
-            of_repeated = repeated.issuperset(variables(eqn.invars)) and eqn.primitive.name in ELEMENTWISE
-            if eqn.primitive is broadcast_in_dim_p or of_repeated:
-                repeated.update(eqn.outvars)
-            return not repeated.isdisjoint(eqn.outvars) or any(self.leaf_of.get(v) == leaf for v in eqn.outvars)
-
-        results = [v for n, v in self.outputs.items() if self.leaves[n] == leaf]
-        return _part_of(self.jaxpr, list(filter(is_inside, self.jaxpr.eqns)), results)
+    def _part(self, leaf: int) -> tuple[list[JaxprEqn], list[Var]]:
+        """Return the equations that compute blocks of a leaf's results, and what they take: blocks or whole values."""
+        is_inside = lambda v: v in self.repeated or self.leaf_of.get(v) == leaf
+        eqns = [eqn for eqn in self.jaxpr.eqns if any(map(is_inside, eqn.outvars))]
+        return _needed(self.jaxpr, eqns, [v for n, v in self.outputs.items() if self.leaves[n] == leaf])
 
     def _loops(self) -> list[list[int]]:
         """Return the leaves of each loop, those of few blocks first, and of these the largest."""
         loops: list[list[int]] = []
-        number = lambda leaf: self.blocks[leaf].number
-        size = lambda leaf: self.placements[leaf].bytes // (number(leaf) * division(self.blocks[leaf].sharding).parts)
+        number = lambda leaf: self.placements[leaf].blocks
+        size = lambda leaf: self.placements[leaf].bytes_per_device // number(leaf)
         loop_bytes = 0
-        for leaf in sorted(self.blocks, key=lambda leaf: (number(leaf), -size(leaf))):
+        for leaf in sorted(self.streamed, key=lambda leaf: (number(leaf), -size(leaf))):
             loop_bytes += size(leaf)
             if number(leaf) == 1 or loop_bytes > LOOP_BYTES or not loops or number(leaf) != number(loops[-1][0]):
                 loops.append([])
@@ -162,45 +161,32 @@ class Update:
             loops[-1].append(leaf)
         return loops
 
-    def _stream(self, leaf: int, part: Jaxpr, taken: list[Var], values: Values) -> Stream:
-        blocks, invars = self.blocks[leaf], self.jaxpr.invars
-        shapes = {n: v.aval.shape for n, v in self.outputs.items() if self.leaves[n] == leaf}
-        arrays = {n: values[invars[n]] for n in shapes}
+    def _stream(self, leaf: int, eqns: Sequence[JaxprEqn], taken: Sequence[Var], values: Values) -> Stream:
+        placed, invars = self.placements[leaf], self.jaxpr.invars
+        results = {n: v for n, v in self.outputs.items() if self.leaves[n] == leaf}
+        arrays = {n: values[invars[n]] for n in results}
         for n, x in arrays.items():
-            if x is None and blocks.number > 1:
-                arrays[n] = to_host(blocks.sharded(filled(invars[n].aval)))
+            if x is None:
+                arrays[n] = to_host(placed.sharded(filled(invars[n].aval)))
 
         def compute(i: Any, there: Arrays) -> Arrays:
-            take = lambda x, axis: blocks.take(x, i, axis)
-            rows = {invars[n]: x for n, x in there.items()}
-            rows |= {
-                v: take(values[v], 0) if self.leaf_of.get(v) == leaf else values[v] for v in taken if v not in rows
-            }
-            wanted = [(rows // blocks.number, *rest) for rows, *rest in shapes.values()]
-            return dict(zip(shapes, on_rows(part, read(taken, rows), take, wanted), strict=True))
+            take = lambda x, axis: placed.take(x, i, axis)
+            given = {invars[n]: x for n, x in there.items()}
+            others = (v for v in taken if v not in given)
+            given |= {v: take(values[v], 0) if self.leaf_of.get(v) == leaf else values[v] for v in others}
+            rows = Rows(self.jaxpr, given, take)
+            for eqn in eqns:
+                rows.evaluate(eqn)
+            shape = lambda v: (v.aval.shape[0] // placed.blocks, *v.aval.shape[1:])
+            return {n: rows.in_shape(v, shape(v)) for n, v in results.items()}
 
-        on_host = arrays.keys() & self.on_host
-        return Stream(blocks, arrays, on_host, {n for n in on_host if invars[n] in taken}, compute)
-
-
-def _part_of(jaxpr: Jaxpr, eqns: Sequence[JaxprEqn], results: Sequence[Any]) -> tuple[Jaxpr, list[Var]]:
-    """Return some equations of a jaxpr as one of their own, as far as these results need them, and what it takes."""
-    made = {v for eqn in eqns for v in eqn.outvars}
-    read_there = variables([*(v for eqn in eqns for v in eqn.invars), *results])
-    taken = [v for v in dict.fromkeys(read_there) if v not in made]
-    part = jaxpr.replace(
-        constvars=[], consts=[], invars=taken, outvars=[*results], eqns=[*eqns], debug_info=with_unknown_names(jaxpr)
-    )
-    live, used = dce_jaxpr(part, [True] * len(results))
-    return live, list(itertools.compress(taken, used))
+        return Stream(placed, arrays, {n for n in arrays.keys() & self.on_host if invars[n] in taken}, compute)
 
 
-def _with_single_conds(jaxpr: Jaxpr) -> Jaxpr:
-    """Return a jaxpr in which each `cond` has one result, and the operands that this needs: those of one leaf."""
-    eqns: list[JaxprEqn] = []
-    for eqn in jaxpr.eqns:
-        if eqn.primitive is cond_p and not eqn.effects:
-            eqns += [_part_of(jaxpr, [eqn], [out])[0].eqns[0] for out in eqn.outvars]
-        else:
-            eqns.append(eqn)
-    return with_needed_equations(jaxpr.replace(eqns=eqns))
+def _needed(jaxpr: Jaxpr, eqns: Sequence[JaxprEqn], results: Iterable[Any]) -> tuple[list[JaxprEqn], list[Var]]:
+    """Return those of some equations that results need, and what they take from others."""
+    part = jaxpr.replace(eqns=[*eqns], outvars=[*results], debug_info=with_unknown_names(jaxpr))
+    needed = with_needed_equations(part).eqns
+    made = {v for eqn in needed for v in eqn.outvars}
+    reads = variables([*(v for eqn in needed for v in eqn.invars), *part.outvars])
+    return needed, [v for v in dict.fromkeys(reads) if v not in made]

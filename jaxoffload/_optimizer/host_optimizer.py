@@ -19,8 +19,6 @@ from .masters import join_masters, split_masters
 from .placement import Placements, owners, placed
 from .update import Update
 
-SCOPE = "host_optimizer"  # of what an optimizer computes, in a trace
-
 
 class HostState(NamedTuple):
     """The state of a `HostOptimizer`.
@@ -48,11 +46,7 @@ def host_optimizer(
 ) -> "HostOptimizer":
     """Return an optimizer that computes what `tx` does, with its state in pinned host memory.
 
-        tx = jaxoffload.host_optimizer(optax.adamw(1e-4))
-        state = tx.init(params)
-        params, state = tx.apply(gradients, params, state)  # instead of tx.update and optax.apply_updates
-
-    A loop goes over blocks of rows, of a stack of layers over the layers: it fetches the state of the next block while
+    Its `apply` stands for `tx.update` and `optax.apply_updates`. A loop goes over blocks of rows, of a stack of layers over the layers: it fetches the state of the next block while
     it updates this one on the device and writes its state back. The device never holds a whole state, nor a set of
     updates. The bits are those of `tx` on the device, as far as XLA compiles the same arithmetic alike.
 
@@ -112,15 +106,15 @@ class HostOptimizer:
 
     def init(self, params: Any) -> HostState:
         """Return the state of parameters, each array where `placements` says, sharded as its parameter."""
-        state = jax.eval_shape(self.first_state, params)
-        _refuse_too_much(self.placements(params))
+        state, placements = jax.eval_shape(self.first_state, params), self.placements(params)
+        need = sum(placed.bytes_per_device for placed in placements if placed.place == "host")
+        if (pool := host_pool_bytes()) is not None and need > pool:
+            what = f"the state needs {readable(need)} per device, and the pinned host pool holds {readable(pool)}"
+            raise HostPoolFull("host_optimizer", what, need, pool, None, False)
         update = self._update(lambda params, _: self.first_state(params), params, state)
-
-        def make(*leaves: Any) -> list[Any]:
-            with jax.named_scope(SCOPE):
-                return update.run([*leaves, *[None] * len(jax.tree.leaves(state))])
-
-        return jax.tree.unflatten(jax.tree.structure(state), jax.jit(make, inline=True)(*jax.tree.leaves(params)))
+        leaves, tree = jax.tree.flatten(state)
+        make = jax.jit(lambda *params: update.run([*params, *[None] * len(leaves)]), inline=True)
+        return jax.tree.unflatten(tree, make(*jax.tree.leaves(params)))
 
     def apply(self, gradients: Any, params: Any, state: HostState) -> tuple[Any, HostState]:
         """Return the parameters after a step, and the new state. Call it in jit, and donate `params` and `state`.
@@ -139,13 +133,11 @@ class HostOptimizer:
         _check_trees(gradients, params, state, jax.eval_shape(self.first_state, params))
         update = self._update(self.updated, gradients, params, state)
         there = lambda x: x if on_host(jax.typeof(x)) else _there_p.bind(x)
-        given = enumerate(jax.tree.leaves((gradients, params, state)))
-        operands = [there(x) if n in update.on_host else on_device(x) for n, x in given]
+        given, tree = jax.tree.flatten((gradients, params, state))
+        operands = [there(x) if n in update.on_host else on_device(x) for n, x in enumerate(given)]
         if tracing().reference:
-            args = jax.tree.unflatten(jax.tree.structure((gradients, params, state)), map(on_device, operands))
-            return self.updated(*args)
-        with jax.named_scope(SCOPE):
-            return jax.tree.unflatten(jax.tree.structure((params, state)), update.run(operands))
+            return self.updated(*jax.tree.unflatten(tree, map(on_device, operands)))
+        return jax.tree.unflatten(jax.tree.structure((params, state)), update.run(operands))
 
     def placements(self, params: Any) -> Placements:
         """Return where the state of parameters, or of their shapes and dtypes, lives; printed, it is a table."""
@@ -252,10 +244,3 @@ def _check_trees(gradients: Any, params: Any, state: Any, first: Any) -> None:
             differ = [array for array in arrays(given) if array not in arrays(like)] or ["fewer arrays"]
             of = "params" if name == "gradients" else "what init returns for params"
             raise TypeError(f"host_optimizer: apply(gradients, params, state): {name} must be as {of}, got {differ[0]}")
-
-
-def _refuse_too_much(placements: Placements) -> None:
-    need = sum(placed.bytes_per_device for placed in placements if placed.place == "host")
-    if (pool := host_pool_bytes()) is not None and need > pool:
-        what = f"the state needs {readable(need)} per device, and the pinned host pool holds {readable(pool)}"
-        raise HostPoolFull("host_optimizer", what, need, pool, None, False)

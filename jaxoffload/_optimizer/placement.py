@@ -48,12 +48,11 @@ class Placed(NamedTuple):
 
     def take(self, x: Any, i: Any, axis: int = 0) -> Any:
         """Return block i of an array, whose rows are along `axis`."""
-
-        def take(x: Any, i: Any) -> Any:
-            rows = x.shape[axis] // self.blocks
-            return lax.dynamic_slice_in_dim(x, i * rows, rows, axis, allow_negative_indices=False)
-
-        return self._in_shards(take, axis, x, i) if self.blocks > 1 else x
+        if self.blocks == 1:
+            return x
+        rows = lambda x: x.shape[axis] // self.blocks
+        part = lambda x, i: lax.dynamic_slice_in_dim(x, i * rows(x), rows(x), axis, allow_negative_indices=False)
+        return self._in_shards(part, axis, x, i)
 
     def put(self, x: Any, block: Any, i: Any) -> Any:
         """Return an array with its block i replaced."""
@@ -123,26 +122,23 @@ def placed(policy: Policy, params: Any, state: Any, shardings: Sequence[Any]) ->
     Raises:
       PolicyError: a pattern matches no parameter, or says recompute.
     """
-    paths, leaves = zip(*tree_leaves_with_path(params), strict=True)
-    names = [keystr(path, simple=True, separator="/") for path in paths]
+    names = [keystr(path, simple=True, separator="/") for path, _ in tree_leaves_with_path(params)]
     _check(policy, names)
     sizes = [0] * len(names)
     for owner, x in zip(owners(state, params), jax.tree.leaves(state), strict=True):
         if owner is not None:
             sizes[owner] += nbytes(x)
-    return Placements(map(_placed, [policy] * len(names), names, leaves, sizes, shardings))
-
-
-def _placed(policy: Policy, name: str, param: Any, size: int, sharding: Any) -> Placed:
-    reason, decision = policy.match(name) or ("default", policy.default)
-    least = int(policy.min_offload_bytes)
-    if decision == "offload" and size < max(1, least):
-        reason, decision = f"smaller than min_offload_bytes ({readable(least)})", "save"
-    place, blocks = "device", 1
-    if decision == "offload":
-        rows = param.shape[0] // division(sharding).rows
-        place, blocks = "host", max(n for n in range(1, MOST_BLOCKS + 1) if rows % n == 0)
-    return Placed(name, size, place, blocks, reason, sharding, len(param.shape))
+    least, placements = int(policy.min_offload_bytes), []
+    for name, size, x, sharding in zip(names, sizes, jax.tree.leaves(params), shardings, strict=True):
+        reason, decision = policy.match(name) or ("default", policy.default)
+        if decision == "offload" and size < max(1, least):
+            reason, decision = f"smaller than min_offload_bytes ({readable(least)})", "save"
+        place, blocks = "device", 1
+        if decision == "offload":
+            rows = x.shape[0] // division(sharding).rows
+            place, blocks = "host", max(n for n in range(1, MOST_BLOCKS + 1) if rows % n == 0)
+        placements.append(Placed(name, size, place, blocks, reason, sharding, len(x.shape)))
+    return Placements(placements)
 
 
 def _check(policy: Policy, names: Sequence[str]) -> None:

@@ -30,6 +30,7 @@ from .placement import Placements
 from .rows import Mixed, Rows
 from .stream import Arrays, Stream, stream
 
+SCOPE = "host_optimizer"  # of what an update computes, in a trace
 STACK = 3  # the state of an array of so many axes, one of layers or experts, never comes to the device whole
 # Per device, of the blocks of an iteration; more only if one leaf has more. In each iteration the last array that is
 # written, and the first that is read, have nothing beside them: a loop should have many arrays, the smallest at its end
@@ -122,6 +123,7 @@ class Update:
             f"the device, Policy({{{name!r}: 'save'}}, default='offload'), or use another transformation"
         )
 
+    @jax.named_scope(SCOPE)
     def run(self, operands: Sequence[Any]) -> list[Any]:
         """Return the results, from operands in the memory that `on_host` says. One that is not read may be None."""
         jaxpr, parts = self.jaxpr, {leaf: self._part(leaf) for leaf in self.streamed}
@@ -152,13 +154,12 @@ class Update:
         loops: list[list[int]] = []
         number = lambda leaf: self.placements[leaf].blocks
         size = lambda leaf: self.placements[leaf].bytes_per_device // number(leaf)
-        loop_bytes = 0
         for leaf in sorted(self.streamed, key=lambda leaf: (number(leaf), -size(leaf))):
-            loop_bytes += size(leaf)
-            if number(leaf) == 1 or loop_bytes > LOOP_BYTES or not loops or number(leaf) != number(loops[-1][0]):
-                loops.append([])
-                loop_bytes = size(leaf)
-            loops[-1].append(leaf)
+            last = loops[-1] if loops else []
+            if last and 1 < number(leaf) == number(last[0]) and sum(map(size, [*last, leaf])) <= LOOP_BYTES:
+                last.append(leaf)
+            else:
+                loops.append([leaf])
         return loops
 
     def _stream(self, leaf: int, eqns: Sequence[JaxprEqn], taken: Sequence[Var], values: Values) -> Stream:

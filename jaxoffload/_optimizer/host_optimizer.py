@@ -46,9 +46,10 @@ def host_optimizer(
 ) -> "HostOptimizer":
     """Return an optimizer that computes what `tx` does, with its state in pinned host memory.
 
-    Its `apply` stands for `tx.update` and `optax.apply_updates`. A loop goes over blocks of rows, of a stack of layers over the layers: it fetches the state of the next block while
-    it updates this one on the device and writes its state back. The device never holds a whole state, nor a set of
-    updates. The bits are those of `tx` on the device, as far as XLA compiles the same arithmetic alike.
+    Its `apply` stands for `tx.update` and `optax.apply_updates`. A loop goes over blocks of rows, of a stack of layers
+    over the layers: it fetches the state of the next block while it updates this one on the device and writes its state
+    back. The device never holds a whole state, nor a set of updates. The bits are those of `tx` on the device, as far
+    as XLA compiles the same arithmetic alike.
 
     Args:
       tx: an Optax transformation, which must compute each row of an array's first axis from the same row of the

@@ -19,8 +19,7 @@ UNROLLED = 32  # iterations of a loop; Muon has five
 
 
 def opened(jaxpr: Jaxpr) -> Jaxpr:
-    """Return `jaxpr` without calls, loops of at most UNROLLED iterations, and branches, all of which are computed, as
-    `jax.vmap` does. What has effects stays as it is."""
+    """Return `jaxpr` without calls, short loops, and branches: all of them are computed, as under `jax.vmap`."""
     return jax.make_jaxpr(lambda *operands: _straight(jaxpr, operands))(*jaxpr.in_avals)
 
 
@@ -36,11 +35,11 @@ def _straight(jaxpr: Jaxpr, operands: Sequence[Any]) -> list[Any]:
 
 
 def _opens(eqn: JaxprEqn) -> bool:
-    if has_effects(eqn):
-        return False
+    if eqn.primitive is cond_p:
+        return not has_effects(eqn)  # those of both branches would happen
     if eqn.primitive is scan_p:
         return 0 < eqn.params["length"] <= UNROLLED
-    return eqn.primitive is cond_p or eqn.primitive.name in CALLS | CUSTOM_RULES
+    return eqn.primitive.name in CALLS | CUSTOM_RULES
 
 
 def _results(eqn: JaxprEqn, operands: list[Any]) -> list[Any]:

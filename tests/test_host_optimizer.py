@@ -127,7 +127,9 @@ def test_stacks_of_unlike_length_and_what_comes_whole_are_updated_together():
 # XLA simplifies what stands in a branch, or beside a matmul, otherwise than in a loop over blocks.
 ROUNDED = {
     "clipped by each array's norm": lambda: optax.chain(optax.adaptive_grad_clip(0.1), optax.adam(1e-3)),
-    "applied if finite": lambda: optax.apply_if_finite(optax.adam(1e-3), 3),
+    "clipped by the norm of all, and applied if finite": lambda: optax.apply_if_finite(
+        optax.chain(optax.clip_by_global_norm(1.0), optax.adam(1e-3)), 3
+    ),
     "every second step": lambda: optax.MultiSteps(optax.adam(1e-3), 2).gradient_transformation(),
     "muon, which multiplies the matrices of a layer": lambda: contrib.muon(
         1e-3, muon_weight_dimension_numbers={"layers": {"w": contrib.MuonDimensionNumbers(1, 2), "scale": None}}
@@ -197,14 +199,15 @@ def test_an_update_may_read_the_gradient_of_another_array():
     assert_bits(optax.GradientTransformation(init, update), {"a": draw(0), "b": draw(1)})
 
 
-def test_rows_that_become_columns_are_mixed():
+@pytest.mark.parametrize(
+    ("turned", "blocks"), [(lambda g, m: jnp.transpose(g) + m, 4), (lambda g, m: g + jnp.transpose(m), 1)]
+)
+def test_rows_of_the_state_that_become_columns_are_mixed(turned, blocks):
+    """Of a gradient, which is on the device, columns may be read as well as rows."""
     init = lambda params: jax.tree.map(jnp.zeros_like, params)
-    update = lambda g, state, params=None: (jax.tree.map(jnp.subtract, g, state), jax.tree.map(jnp.transpose, g))
-    tx, params = optax.GradientTransformation(init, update), {"w": jax.random.normal(KEY, (4, 4))}
-    ours = host_optimizer(tx, policy=ALL, shardings=ONE)
-    assert ours.placements(params)[0].blocks == 1
-    found = after_steps(jax.jit(ours.apply, compiler_options=exact_options()), params, ours.init(params))
-    assert_equal((found[0], found[1].inner), after_steps(of_optax(tx), params, tx.init(params)))
+    update = lambda g, state, params=None: (jax.tree.map(jnp.subtract, g, state), jax.tree.map(turned, g, state))
+    ours, *_ = assert_bits(optax.GradientTransformation(init, update), {"w": jax.random.normal(KEY, (4, 4))})
+    assert ours.placements({"w": jnp.zeros((4, 4))})[0].blocks == blocks
 
 
 MIXING = {
@@ -212,6 +215,13 @@ MIXING = {
     "a norm of updates": (
         lambda: optax.chain(optax.adam(1e-3), optax.clip_by_global_norm(1.0)),
         "mixes the rows of its first axis, which are layers (reduce_sum",
+    ),
+    "a long loop": (
+        lambda: optax.chain(
+            optax.trace(0.9),
+            optax.stateless(lambda u, _: jax.tree.map(lambda x: lax.fori_loop(0, 99, lambda i, x: jnp.sin(x), x), u)),
+        ),
+        "mixes the rows of its first axis, which are layers (scan",
     ),
     "layers that read others": (
         lambda: optax.chain(

@@ -135,7 +135,8 @@ class HostOptimizer:
         update = self._update(self.updated, gradients, params, state)
         there = lambda x: x if on_host(jax.typeof(x)) else _there_p.bind(x)
         given, tree = jax.tree.flatten((gradients, params, state))
-        operands = [there(x) if n in update.on_host else on_device(x) for n, x in enumerate(given)]
+        inputs = zip(given, update.jaxpr.invars, strict=True)
+        operands = [there(x) if v in update.on_host else on_device(x) for x, v in inputs]
         if tracing().reference:
             return self.updated(*jax.tree.unflatten(tree, map(on_device, operands)))
         return jax.tree.unflatten(jax.tree.structure((params, state)), update.run(operands))

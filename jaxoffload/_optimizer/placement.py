@@ -46,6 +46,11 @@ class Placed(NamedTuple):
     def bytes_per_device(self) -> int:
         return -(-self.bytes // division(self.sharding).parts)
 
+    @property
+    def rows(self) -> int | None:
+        """The axis along which the arrays are divided; None if they come whole."""
+        return 0 if self.blocks > 1 else None
+
     def take(self, x: Any, i: Any, axis: int = 0) -> Any:
         """Return block i of an array, whose rows are along `axis`."""
         if self.blocks == 1:

@@ -53,7 +53,7 @@ def stream(leaves: Sequence[Stream]) -> Arrays:
         for leaf in leaves:
             # From the array that is replaced: from the one that was given, XLA would copy it before the loop.
             old = {n: leaf.placed.take(arrays[n], i_device) for n in leaf.arrays if n not in there}
-            for n, block in leaf.compute(i_device, fetched | old).items():
+            for n, block in leaf.compute(i_device, old | {n: fetched[n] for n in leaf.reads}).items():
                 # Each array is read before it is written, so XLA need not copy it. An order of all reads before all
                 # writes would have the two directions of the bus wait for each other.
                 if n in coming:

@@ -12,10 +12,10 @@ from typing import Any
 import jax
 from jax import lax
 from jax.extend.core import Jaxpr, JaxprEqn, Var
-from jax.extend.core.primitives import broadcast_in_dim_p
 
 from .._engine.jaxprs.inline import (
     Values,
+    depending,
     evaluate_equations,
     read,
     variables,
@@ -24,10 +24,10 @@ from .._engine.jaxprs.inline import (
 )
 from .._engine.layers.rows import filled
 from .._engine.layers.transport import to_host
-from .._jax import ELEMENTWISE, where_written
+from .._jax import ELEMENTWISE, has_effects, where_written
 from .opened import opened
 from .placement import Placements
-from .rows import Mixed, Rows
+from .rows import Axis, axes_needed, block_of
 from .stream import Arrays, Stream, stream
 
 SCOPE = "host_optimizer"  # of what an update computes, in a trace
@@ -38,6 +38,13 @@ STACK = 3  # the state of an array of so many axes, one of layers or experts, ne
 LOOP_BYTES = 2 * 2**30
 
 
+Part = tuple[list[tuple[JaxprEqn, Axis, Sequence[Axis]]], list[tuple[Var, Axis]]]
+
+
+class Mixed(Exception):
+    """An equation, if it is known which one, mixes rows of the state of one leaf."""
+
+
 class Update:
     """An update, whose results replace the last of its inputs.
 
@@ -45,12 +52,11 @@ class Update:
       jaxpr: it, for whole arrays on the device.
       leaves: of each input, the leaf that it has a row for each row of, if any.
       placements: of the leaves.
-      streamed: the leaves with state on the host.
-      on_host: the numbers of the inputs that are there.
       outputs: the results, by the numbers of the inputs that they replace.
-      leaf_of: the leaf with whose blocks a value is computed, if it is.
-      from_host: the values that depend on state there.
-      repeated: the values that repeat one number, as zeros do; blocks make their own, so that they are never whole.
+      on_host: the inputs that are there, each with its leaf.
+      from_host: the values that depend on them.
+      parts: of each leaf with state there, what computes a block of its results: the equations, with the axes along
+        which result and operands are rows; and the values that these take from outside, with the axes of theirs.
     """
 
     def __init__(self, jaxpr: Jaxpr, leaves: Sequence[int | None], state: int, placements: Placements):
@@ -60,57 +66,66 @@ class Update:
           NotImplementedError: the update mixes what must be apart.
         """
         self.jaxpr, self.leaves, self.placements = opened(jaxpr), leaves, list(placements)
-        self.streamed = {leaf for leaf, placed in enumerate(placements) if placed.place == "host"}
-        self.on_host = {n for n, leaf in enumerate(leaves) if n >= state and leaf in self.streamed}
         self.outputs: dict[int, Any] = dict(enumerate(self.jaxpr.outvars, len(leaves) - len(self.jaxpr.outvars)))
-        given = zip(self.jaxpr.invars, leaves, strict=True)
-        self.leaf_of = {v: leaf for v, leaf in given if leaf is not None and leaf in self.streamed}
-        self.from_host = {self.jaxpr.invars[n] for n in self.on_host}
-        self.repeated: set[Var] = set()
-        made = [v for eqn in self.jaxpr.eqns for v in eqn.outvars]
-        every = [*self.jaxpr.invars, *self.jaxpr.constvars, *made]
-        jax.eval_shape(lambda *values: self._divide(dict(zip(every, values, strict=True))), *(v.aval for v in every))
+        streams = lambda leaf: leaf is not None and placements[leaf].place == "host"
+        given = enumerate(zip(self.jaxpr.invars, leaves, strict=True))
+        self.on_host: dict[Var, Any] = {v: leaf for n, (v, leaf) in given if n >= state and streams(leaf)}
+        self.from_host = self._depending(self.on_host)
+        self.parts = {leaf: self._divided(leaf) for leaf in filter(streams, range(len(placements)))}
+        once = [v for n, v in self.outputs.items() if leaves[n] not in self.parts]
+        effects = [v for eqn in self.jaxpr.eqns if has_effects(eqn) for v in eqn.invars]
+        for v in self.from_host.intersection(variables([*once, *effects])):
+            raise self._refusal(next(leaf for u, leaf in self.on_host.items() if v in self._depending([u])), None)
 
-    def _divide(self, whole: Values) -> None:
-        """Fill the last attributes. `whole` has each variable, so nothing is computed but blocks."""
-        number = lambda leaf: self.placements[leaf].blocks
-        take = lambda leaf: lambda x, axis: lax.slice_in_dim(x, 0, x.shape[axis] // number(leaf), axis=axis)
-        rows: Values = {v: take(leaf)(whole[v], 0) for v, leaf in self.leaf_of.items()}
-        for eqn in self.jaxpr.eqns:
-            operands = variables(eqn.invars)
-            of_repeated = eqn.primitive.name in ELEMENTWISE and self.repeated.issuperset(operands)
-            if of_repeated or eqn.primitive is broadcast_in_dim_p:
-                self.repeated.update(eqn.outvars)
-            of_state = list(dict.fromkeys(self.leaf_of[v] for v in operands if v in self.from_host))
-            if len(of_state) > 1:
-                raise self._refusal(of_state[0], eqn, of_state[1])
-            leaves = of_state or list({self.leaf_of[v] for v in operands if v in self.leaf_of})
-            if len(leaves) != 1:
-                continue  # computed from whole arrays on the device
-            (leaf,) = leaves
-            values: Values = {v: rows[v] if self.leaf_of.get(v) == leaf else whole[v] for v in operands}
-            try:
-                if number(leaf) > 1:
-                    Rows(self.jaxpr, values, take(leaf)).evaluate(eqn)
-            except Mixed:
-                if not of_state:
-                    continue
-                self._mixes(leaf, eqn)
-            rows |= {v: values.get(v, whole[v]) for v in eqn.outvars}
-            self.leaf_of |= dict.fromkeys(eqn.outvars, leaf)
-            self.from_host.update(eqn.outvars if of_state else [])
-        for n, v in self.outputs.items():
-            into, of = self.leaves[n], self.leaf_of.get(v) if isinstance(v, Var) else None
-            if of is not None and of == into and rows[v].shape[1:] != whole[v].shape[1:]:
-                self._mixes(of, None)  # its rows lie along another axis
-            elif of is not None and of != into and v in self.from_host:
-                raise self._refusal(of, None) if into is None else self._refusal(into, None, of)
+    def _depending(self, on: Iterable[Var]) -> set[Var]:
+        return depending(self.jaxpr, on, lambda eqn: False)
 
-    def _mixes(self, leaf: int, eqn: JaxprEqn | None) -> None:
-        """Let the state of a leaf whose rows are mixed come as one block."""
-        if self.placements[leaf].ndim >= STACK:
-            raise self._refusal(leaf, eqn) from None
+    def _divided(self, leaf: int) -> Part:
+        """Return the part of a leaf. The state of a matrix whose rows are mixed comes as one block."""
+        try:
+            return self._part(leaf)
+        except Mixed as mixed:
+            if self.placements[leaf].ndim >= STACK:
+                raise self._refusal(leaf, mixed.args[0]) from None
         self.placements[leaf] = self.placements[leaf]._replace(blocks=1)
+        return self._part(leaf)
+
+    def _part(self, leaf: int) -> Part:
+        """Return the part of a leaf, from its last equation to its first.
+
+        Raises:
+          Mixed: a block of the results depends on another of the state.
+        """
+        rows = self.placements[leaf].rows
+        steps, taken = list[Any](), list[tuple[Var, Axis]]()
+        wanted: dict[Var, dict[Axis, None]] = {v: {rows: None} for v in self._results(leaf).values()}
+        for eqn in reversed(self.jaxpr.eqns):
+            for out in eqn.outvars:
+                for axis in wanted.pop(out, ()):
+                    axes = [None] * len(eqn.invars) if axis is None else axes_needed(eqn, axis)
+                    if out not in self.from_host and (axis is None or axes is None):
+                        taken.append((out, axis))  # it is computed once, whole
+                        continue
+                    is_whole = (
+                        axis is None and rows is not None
+                    )  # from the state of all rows: further up they are mixed
+                    if axes is None or (is_whole and eqn.primitive.name not in ELEMENTWISE):
+                        raise Mixed(eqn)
+                    if steps[-1:] != [(eqn, axis, axes)]:  # it has several results
+                        steps.append((eqn, axis, axes))
+                    for v, of in zip(eqn.invars, axes, strict=True):
+                        if isinstance(v, Var):
+                            wanted.setdefault(v, {})[of] = None
+        for v, found in wanted.items():
+            if (other := self.on_host.get(v, leaf)) != leaf:
+                raise self._refusal(leaf, None, other)
+            if v in self.on_host and found.keys() != {rows}:
+                raise Mixed(None)
+            taken += [(v, axis) for axis in found]
+        return steps[::-1], taken
+
+    def _results(self, leaf: int) -> dict[int, Any]:
+        return {n: v for n, v in self.outputs.items() if self.leaves[n] == leaf}
 
     def _refusal(self, leaf: int, eqn: JaxprEqn | None, other: int | None = None) -> NotImplementedError:
         name = self.placements[leaf].name
@@ -126,35 +141,30 @@ class Update:
     @jax.named_scope(SCOPE)
     def run(self, operands: Sequence[Any]) -> list[Any]:
         """Return the results, from operands in the memory that `on_host` says. One that is not read may be None."""
-        jaxpr, parts = self.jaxpr, {leaf: self._part(leaf) for leaf in self.streamed}
+        jaxpr = self.jaxpr
         values = dict(zip([*jaxpr.invars, *jaxpr.constvars], [*operands, *jaxpr.consts], strict=True))
-        once = {n: v for n, v in self.outputs.items() if self.leaves[n] not in self.streamed}
+        once = {n: v for n, v in self.outputs.items() if self.leaves[n] not in self.parts}
+        whole = [*once.values(), *(v for _, taken in self.parts.values() for v, _ in taken)]
         on_device = [eqn for eqn in jaxpr.eqns if self.from_host.isdisjoint(variables(eqn.invars))]
-        read_whole = (v for _, taken in parts.values() for v in taken)
-        evaluate_equations(jaxpr, _needed(jaxpr, on_device, [*once.values(), *read_whole])[0], values)
+        first = jaxpr.replace(eqns=on_device, outvars=whole, debug_info=with_unknown_names(jaxpr))
+        evaluate_equations(jaxpr, with_needed_equations(first).eqns, values)
         new = dict(zip(once, read([*once.values()], values), strict=True))
         before: list[Any] = []
         for leaves in self._loops():
-            streams = [self._stream(leaf, *parts[leaf], values) for leaf in leaves]
+            streams = [self._stream(leaf, values) for leaf in leaves]
             if streams[0].placed.blocks == 1:  # one after another, so that the device holds the state of one
                 arrays, _ = lax.optimization_barrier((streams[0].arrays, before))
                 streams = [streams[0]._replace(arrays=arrays)]
             new |= stream(streams)
-            before = [new[n] for n in streams[0].arrays if n not in self.on_host]
+            before = [new[n] for n in streams[0].arrays if jaxpr.invars[n] not in self.on_host]
         return [new[n] for n in self.outputs]
-
-    def _part(self, leaf: int) -> tuple[list[JaxprEqn], list[Var]]:
-        """Return the equations that compute blocks of a leaf's results, and what they take: blocks or whole values."""
-        is_inside = lambda v: v in self.repeated or self.leaf_of.get(v) == leaf
-        eqns = [eqn for eqn in self.jaxpr.eqns if any(map(is_inside, eqn.outvars))]
-        return _needed(self.jaxpr, eqns, [v for n, v in self.outputs.items() if self.leaves[n] == leaf])
 
     def _loops(self) -> list[list[int]]:
         """Return the leaves of each loop, those of few blocks first, and of these the largest."""
         loops: list[list[int]] = []
         number = lambda leaf: self.placements[leaf].blocks
         size = lambda leaf: self.placements[leaf].bytes_per_device // number(leaf)
-        for leaf in sorted(self.streamed, key=lambda leaf: (number(leaf), -size(leaf))):
+        for leaf in sorted(self.parts, key=lambda leaf: (number(leaf), -size(leaf))):
             last = loops[-1] if loops else []
             if last and 1 < number(leaf) == number(last[0]) and sum(map(size, [*last, leaf])) <= LOOP_BYTES:
                 last.append(leaf)
@@ -162,32 +172,26 @@ class Update:
                 loops.append([leaf])
         return loops
 
-    def _stream(self, leaf: int, eqns: Sequence[JaxprEqn], taken: Sequence[Var], values: Values) -> Stream:
-        placed, invars = self.placements[leaf], self.jaxpr.invars
-        results = {n: v for n, v in self.outputs.items() if self.leaves[n] == leaf}
-        arrays = {n: values[invars[n]] for n in results}
-        for n, x in arrays.items():
-            if x is None:
-                arrays[n] = to_host(placed.sharded(filled(invars[n].aval)))
+    def _stream(self, leaf: int, values: Values) -> Stream:
+        placed, (steps, taken), results = self.placements[leaf], self.parts[leaf], self._results(leaf)
+        inputs = {n: self.jaxpr.invars[n] for n in results}
+        empty = lambda v: to_host(placed.sharded(filled(v.aval)))
+        at = lambda v, axis: v if axis is None else (v, axis)
 
         def compute(i: Any, there: Arrays) -> Arrays:
-            take = lambda x, axis: placed.take(x, i, axis)
-            given = {invars[n]: x for n, x in there.items()}
-            others = (v for v in taken if v not in given)
-            given |= {v: take(values[v], 0) if self.leaf_of.get(v) == leaf else values[v] for v in others}
-            rows = Rows(self.jaxpr, given, take)
-            for eqn in eqns:
-                rows.evaluate(eqn)
-            shape = lambda v: (v.aval.shape[0] // placed.blocks, *v.aval.shape[1:])
-            return {n: rows.in_shape(v, shape(v)) for n, v in results.items()}
+            found: dict[Any, Any] = {at(inputs[n], placed.rows): x for n, x in there.items()}
+            for v, axis in taken:
+                if at(v, axis) not in found:
+                    found[at(v, axis)] = values[v] if axis is None else placed.take(values[v], i, axis)
+            for eqn, axis, axes in steps:
+                if axis is None:
+                    evaluate_equations(self.jaxpr, [eqn], found)
+                else:
+                    given = zip(eqn.invars, axes, strict=True)
+                    operands = [found[at(v, of)] if isinstance(v, Var) else v.val for v, of in given]
+                    found[eqn.outvars[0], axis] = block_of(eqn, axis, placed.blocks, operands)
+            return {n: found[at(v, placed.rows)] for n, v in results.items()}
 
-        return Stream(placed, arrays, {n for n in arrays.keys() & self.on_host if invars[n] in taken}, compute)
-
-
-def _needed(jaxpr: Jaxpr, eqns: Sequence[JaxprEqn], results: Iterable[Any]) -> tuple[list[JaxprEqn], list[Var]]:
-    """Return those of some equations that results need, and what they take from others."""
-    part = jaxpr.replace(eqns=[*eqns], outvars=[*results], debug_info=with_unknown_names(jaxpr))
-    needed = with_needed_equations(part).eqns
-    made = {v for eqn in needed for v in eqn.outvars}
-    reads = variables([*(v for eqn in needed for v in eqn.invars), *part.outvars])
-    return needed, [v for v in dict.fromkeys(reads) if v not in made]
+        arrays = {n: empty(v) if values[v] is None else values[v] for n, v in inputs.items()}
+        reads = {n for n, v in inputs.items() if v in self.on_host and (v, placed.rows) in taken}
+        return Stream(placed, arrays, reads, compute)

@@ -23,7 +23,7 @@ def axes_needed(eqn: JaxprEqn, axis: int) -> Sequence[Axis] | None:
     if len(eqn.outvars) != 1:
         return None
     name, params = eqn.primitive.name, eqn.params
-    shapes, result = [_shape(v) for v in eqn.invars], _shape(eqn.outvars[0])
+    *shapes, result = (_shape(v) for v in [*eqn.invars, *eqn.outvars])
     if name in ELEMENTWISE | IDENTITIES or (name == "concatenate" and params["dimension"] != axis):
         return [axis if shape[axis : axis + 1] == result[axis : axis + 1] else None for shape in shapes]
     if name == "dot_general":

@@ -37,12 +37,9 @@ STACK = 3  # the state of an array of so many axes, one of layers or experts, ne
 # (H100, three arrays of equal size: 35 GB/s each way rather than 45).
 LOOP_BYTES = 2 * 2**30
 
-
+# Equations, with the axes along which result and operands are rows; and values that they take from outside, with the
+# axes along which rows of these are taken.
 Part = tuple[list[tuple[JaxprEqn, Axis, Sequence[Axis]]], list[tuple[Var, Axis]]]
-
-
-class Mixed(Exception):
-    """An equation, if it is known which one, mixes rows of the state of one leaf."""
 
 
 class Update:
@@ -55,8 +52,7 @@ class Update:
       outputs: the results, by the numbers of the inputs that they replace.
       on_host: the inputs that are there, each with its leaf.
       from_host: the values that depend on them.
-      parts: of each leaf with state there, what computes a block of its results: the equations, with the axes along
-        which result and operands are rows; and the values that these take from outside, with the axes of theirs.
+      parts: what computes a block of the results of each leaf with state there.
     """
 
     def __init__(self, jaxpr: Jaxpr, leaves: Sequence[int | None], state: int, placements: Placements):
@@ -71,7 +67,7 @@ class Update:
         given = enumerate(zip(self.jaxpr.invars, leaves, strict=True))
         self.on_host: dict[Var, Any] = {v: leaf for n, (v, leaf) in given if n >= state and streams(leaf)}
         self.from_host = self._depending(self.on_host)
-        self.parts = {leaf: self._divided(leaf) for leaf in filter(streams, range(len(placements)))}
+        self.parts = {leaf: self._part(leaf) for leaf in filter(streams, range(len(placements)))}
         once = [v for n, v in self.outputs.items() if leaves[n] not in self.parts]
         effects = [v for eqn in self.jaxpr.eqns if has_effects(eqn) for v in eqn.invars]
         for v in self.from_host.intersection(variables([*once, *effects])):
@@ -80,49 +76,38 @@ class Update:
     def _depending(self, on: Iterable[Var]) -> set[Var]:
         return depending(self.jaxpr, on, lambda eqn: False)
 
-    def _divided(self, leaf: int) -> Part:
-        """Return the part of a leaf. The state of a matrix whose rows are mixed comes as one block."""
-        try:
-            return self._part(leaf)
-        except Mixed as mixed:
-            if self.placements[leaf].ndim >= STACK:
-                raise self._refusal(leaf, mixed.args[0]) from None
-        self.placements[leaf] = self.placements[leaf]._replace(blocks=1)
-        return self._part(leaf)
-
     def _part(self, leaf: int) -> Part:
-        """Return the part of a leaf, from its last equation to its first.
-
-        Raises:
-          Mixed: a block of the results depends on another of the state.
-        """
-        rows = self.placements[leaf].rows
-        steps, taken = list[Any](), list[tuple[Var, Axis]]()
+        """Return the part of a leaf, found from its last equation to its first."""
+        rows, steps, taken = self.placements[leaf].rows, list[Any](), list[tuple[Var, Axis]]()
         wanted: dict[Var, dict[Axis, None]] = {v: {rows: None} for v in self._results(leaf).values()}
         for eqn in reversed(self.jaxpr.eqns):
-            for out in eqn.outvars:
-                for axis in wanted.pop(out, ()):
-                    axes = [None] * len(eqn.invars) if axis is None else axes_needed(eqn, axis)
-                    if out not in self.from_host and (axis is None or axes is None):
-                        taken.append((out, axis))  # it is computed once, whole
-                        continue
-                    is_whole = (
-                        axis is None and rows is not None
-                    )  # from the state of all rows: further up they are mixed
-                    if axes is None or (is_whole and eqn.primitive.name not in ELEMENTWISE):
-                        raise Mixed(eqn)
-                    if steps[-1:] != [(eqn, axis, axes)]:  # it has several results
-                        steps.append((eqn, axis, axes))
-                    for v, of in zip(eqn.invars, axes, strict=True):
-                        if isinstance(v, Var):
-                            wanted.setdefault(v, {})[of] = None
+            for out, axis in [(v, axis) for v in eqn.outvars for axis in wanted.pop(v, ())]:
+                axes = [None] * len(eqn.invars) if axis is None else axes_needed(eqn, axis)
+                if out not in self.from_host and (axis is None or axes is None):
+                    taken.append((out, axis))  # it is computed once, whole
+                    continue
+                # What needs the whole state, and is elementwise, is not to blame: something before mixes the rows.
+                if axes is None or (rows != axis is None and eqn.primitive.name not in ELEMENTWISE):
+                    return self._as_one_block(leaf, eqn)
+                if steps[-1:] != [(eqn, axis, axes)]:  # it has several results
+                    steps.append((eqn, axis, axes))
+                for v, needed in zip(eqn.invars, axes, strict=True):
+                    if isinstance(v, Var):
+                        wanted.setdefault(v, {})[needed] = None
         for v, found in wanted.items():
             if (other := self.on_host.get(v, leaf)) != leaf:
                 raise self._refusal(leaf, None, other)
             if v in self.on_host and found.keys() != {rows}:
-                raise Mixed(None)
+                return self._as_one_block(leaf, None)
             taken += [(v, axis) for axis in found]
         return steps[::-1], taken
+
+    def _as_one_block(self, leaf: int, eqn: JaxprEqn | None) -> Part:
+        """Return the part of a leaf whose rows are mixed, by this equation if it is known."""
+        if self.placements[leaf].ndim >= STACK:
+            raise self._refusal(leaf, eqn)
+        self.placements[leaf] = self.placements[leaf]._replace(blocks=1)
+        return self._part(leaf)
 
     def _results(self, leaf: int) -> dict[int, Any]:
         return {n: v for n, v in self.outputs.items() if self.leaves[n] == leaf}
@@ -176,7 +161,7 @@ class Update:
         placed, (steps, taken), results = self.placements[leaf], self.parts[leaf], self._results(leaf)
         inputs = {n: self.jaxpr.invars[n] for n in results}
         empty = lambda v: to_host(placed.sharded(filled(v.aval)))
-        at = lambda v, axis: v if axis is None else (v, axis)
+        at = lambda v, axis: v if axis is None else (v, axis)  # of whole values, and of blocks
 
         def compute(i: Any, there: Arrays) -> Arrays:
             found: dict[Any, Any] = {at(inputs[n], placed.rows): x for n, x in there.items()}

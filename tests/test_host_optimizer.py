@@ -1,5 +1,6 @@
 """host_optimizer: state on the host, and the bits of the transformation on the device."""
 
+import itertools
 import sys
 
 import jax
@@ -15,9 +16,11 @@ from pages import ROOT, result
 from benchmarks import optimizer
 from jaxoffload import HostPoolFull, Policy, PolicyError, host_optimizer, join_masters, scan, split_masters, tag, verify
 from jaxoffload._engine.host.need import held_by_arguments, need_of, refuse_what_does_not_fit
+from jaxoffload._engine.jaxprs.inline import evaluate_equations
 from jaxoffload._jax import ELEMENTWISE
 from jaxoffload._optimizer import placement as _placement
 from jaxoffload._optimizer import update as _update
+from jaxoffload._optimizer.rows import axes_needed, block_of
 from jaxoffload.proof import Bus, Machine, exact_options, predict
 
 ONE = SingleDeviceSharding(jax.devices()[0])
@@ -185,6 +188,39 @@ def test_what_treats_layers_by_themselves_streams(name):
     found = after_steps(jax.jit(ours.apply), params, ours.init(params))
     close = lambda a, b: np.testing.assert_allclose(np.asarray(a), np.asarray(b), rtol=1e-4, atol=1e-5)
     jax.tree.map(close, (found[0], found[1].inner), after_steps(of_optax(tx), params, tx.init(params)))
+
+
+X, Y = (jax.random.normal(jax.random.key(n), (4, 6, 8)) for n in range(2))
+# An equation, and the axes of its result of which rows can be computed from rows of the operands.
+EQUATIONS = {
+    "elementwise": (lambda: lax.mul(X, Y), {0, 1, 2}),
+    "one number for all": (lambda: lax.select_n(X[0, 0, 0] > 0, X, Y), {0, 1, 2}),
+    "a matmul": (lambda: lax.dot_general(X, Y, (((1,), (1,)), ((0,), (0,)))), {0, 1, 2}),
+    "a matmul without a batch": (lambda: lax.dot_general(X, Y, (((0, 2), (0, 2)), ((), ()))), {0, 1}),
+    "repeated": (lambda: lax.broadcast_in_dim(X[:, :1], (2, 4, 6, 8), (1, 2, 3)), {0, 1, 2, 3}),
+    "in another shape": (lambda: lax.reshape(X, (4, 2, 3, 8)), {0, 3}),
+    "turned": (lambda: lax.transpose(X, (2, 0, 1)), {0, 1, 2}),
+    "without an axis": (lambda: lax.squeeze(X[:, :1], (1,)), {0, 1}),
+    "a sum": (lambda: jnp.sum(X, axis=1), {0, 1}),
+    "the largest": (lambda: lax.argmax(X, 1, jnp.int32), {0, 1}),
+    "one behind the other": (lambda: lax.concatenate([X, Y], 1), {0, 2}),
+    "one after another": (lambda: lax.rev(X, (1,)), set()),
+    "sums so far": (lambda: lax.cumsum(X, 1), set()),
+}
+
+
+@pytest.mark.parametrize("name", EQUATIONS)
+def test_rows_are_computed_from_the_rows_that_they_need(name):
+    f, known = EQUATIONS[name]
+    jaxpr = jax.make_jaxpr(f)()
+    eqn, values = jaxpr.eqns[-1], dict(zip(jaxpr.constvars, jaxpr.consts, strict=True))
+    evaluate_equations(jaxpr, jaxpr.eqns, values)
+    axes_of = {axis: axes_needed(eqn, axis) for axis in range(eqn.outvars[0].aval.ndim)}
+    assert {axis for axis, axes in axes_of.items() if axes is not None} == known
+    half = lambda x, axis, i: x if axis is None else jnp.split(x, 2, axis)[i]
+    for axis, i in itertools.product(known, range(2)):
+        operands = [half(values[v], of, i) for v, of in zip(eqn.invars, axes_of[axis], strict=True)]
+        np.testing.assert_array_equal(block_of(eqn, axis, 2, operands), half(f(), axis, i), strict=True)
 
 
 def test_an_update_may_read_the_gradient_of_another_array():

@@ -112,11 +112,9 @@ def owners(state: Any, params: Any) -> list[int | None]:
     of_params = {tuple(path): (n, x.shape) for n, (path, x) in enumerate(tree_leaves_with_path(params))}
 
     def owner(path: tuple[Any, ...], shape: tuple[int, ...]) -> int | None:
-        for start in range(len(path) + 1):
-            if path[start:] in of_params:
-                number, of = of_params[path[start:]]
-                return number if shape and shape[:1] == of[:1] else None
-        return None
+        ends = (path[start:] for start in range(len(path) + 1))
+        number, of = next((of_params[end] for end in ends if end in of_params), (None, ()))
+        return number if shape and shape[:1] == of[:1] else None
 
     return [owner(tuple(path), x.shape) for path, x in tree_leaves_with_path(state)]
 

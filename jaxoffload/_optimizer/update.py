@@ -86,8 +86,9 @@ class Update:
                 if out not in self.from_host and (axis is None or axes is None):
                     taken.append((out, axis))  # it is computed once, whole
                     continue
-                # What needs the whole state, and is elementwise, is not to blame: something before mixes the rows.
-                if axes is None or (rows != axis is None and eqn.primitive.name not in ELEMENTWISE):
+                # Where the whole state is needed, what is elementwise is not to blame: something before mixes the rows.
+                to_blame = axis is None and rows is not None and eqn.primitive.name not in ELEMENTWISE
+                if axes is None or to_blame:
                     return self._as_one_block(leaf, eqn)
                 if steps[-1:] != [(eqn, axis, axes)]:  # it has several results
                     steps.append((eqn, axis, axes))

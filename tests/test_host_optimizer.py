@@ -259,6 +259,12 @@ MIXING = {
         ),
         "mixes the rows of its first axis, which are layers (scan",
     ),
+    "what is printed": (
+        lambda: optax.chain(
+            optax.trace(0.9), optax.stateless(lambda u, _: (jax.debug.print("{}", u["layers"]["w"]), u)[1])
+        ),
+        "mixes the rows of its first axis",
+    ),
     "layers that read others": (
         lambda: optax.chain(
             optax.trace(0.9), optax.stateless(lambda u, _: jax.tree.map(lambda x: jnp.roll(x, 1, 0), u))

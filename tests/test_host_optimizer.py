@@ -167,6 +167,9 @@ BY_ROWS = {
     "what is whole in a branch": lambda g, m, n: lax.cond(n > 1, lambda: m, lambda: jnp.arange(512.0).reshape(m.shape)),
     "a sum that begins with zeros": lambda g, m, n: lax.fori_loop(0, 3, lambda i, c: c + g, jnp.zeros_like(m)) + m,
     "what a loop stacks": lambda g, m, n: lax.scan(lambda c, x: (c + x * g, 2 * c), m, jnp.arange(3.0))[1].sum(0),
+    "a loop from the end": lambda g, m, n: jnp.tensordot(
+        jnp.arange(3.0), lax.scan(lambda c, x: (c * x + g, c), m, jnp.arange(3.0), reverse=True)[1], 1
+    ),
     "a matmul over a batch": lambda g, m, n: (m @ jnp.swapaxes(g, 1, 2)) @ g,
     "a matmul with all of a gradient": lambda g, m, n: jnp.einsum("lij,kij->lj", m, g)[:, None] + m,
     "a norm of each layer": lambda g, m, n: m + g / jnp.linalg.norm((g + m).reshape(4, -1), axis=1).reshape(4, 1, 1),
@@ -190,6 +193,22 @@ def test_what_treats_layers_by_themselves_streams(name):
     jax.tree.map(close, (found[0], found[1].inner), after_steps(of_optax(tx), params, tx.init(params)))
 
 
+def test_an_effect_of_a_branch_happens_if_it_is_taken():
+    seen = []
+
+    def update(gradients, state, params=None):
+        first = lambda: jax.debug.callback(lambda n: seen.append(int(n)), state["calls"])
+        lax.cond(state["calls"] == 1, first, lambda: None)
+        return gradients, {"m": state["m"] + gradients, "calls": state["calls"] + 1}
+
+    init = lambda params: {"m": jnp.zeros_like(params), "calls": 0}
+    params = params_in()["layers"]["w"]
+    ours = host_optimizer(optax.GradientTransformation(init, update), policy=ALL, shardings=ONE)
+    after_steps(jax.jit(ours.apply), params, ours.init(params))
+    jax.effects_barrier()
+    assert seen == [1]
+
+
 X, Y = (jax.random.normal(jax.random.key(n), (4, 6, 8)) for n in range(2))
 # An equation, and the axes of its result of which rows can be computed from rows of the operands.
 EQUATIONS = {
@@ -199,6 +218,7 @@ EQUATIONS = {
     "a matmul without a batch": (lambda: lax.dot_general(X, Y, (((0, 2), (0, 2)), ((), ()))), {0, 1}),
     "repeated": (lambda: lax.broadcast_in_dim(X[:, :1], (2, 4, 6, 8), (1, 2, 3)), {0, 1, 2, 3}),
     "in another shape": (lambda: lax.reshape(X, (4, 2, 3, 8)), {0, 3}),
+    "in the shape of others": (lambda: lax.reshape(X, (6, 4, 8)), {2}),
     "turned": (lambda: lax.transpose(X, (2, 0, 1)), {0, 1, 2}),
     "without an axis": (lambda: lax.squeeze(X[:, :1], (1,)), {0, 1}),
     "a sum": (lambda: jnp.sum(X, axis=1), {0, 1}),

@@ -186,11 +186,11 @@ class Policy:
             wanted = math.floor(Fraction(str(wanted)) * layers)  # in floats 0.58 of 50 would be 28
         return max(0, min(int(wanted), layers - self.resident_layers))
 
-    def unmatched(self, names: Iterable[str]) -> list[Problem]:
-        """Return a problem for each pattern that matches none of `names`."""
+    def unmatched(self, names: Iterable[str], one: str = "tagged value", many: str = "tagged names") -> list[Problem]:
+        """Return a problem for each pattern that matches none of `names`, in whose text one is called so, and many."""
         names = sorted(set(names))
         unmatched = [p for p, _ in self.rules if not any(matches(p, n) for n in names)]
-        return [_unmatched(self.source(p), p, names, listed=n == 0) for n, p in enumerate(unmatched)]
+        return [_unmatched(self.source(p), p, names, one, many * (n == 0)) for n, p in enumerate(unmatched)]
 
     def __call__(self, prim: Any, *avals: Any, **params: Any) -> Any:
         """Return JAX's verdict on the outputs of one equation, as its `policy=`."""
@@ -261,14 +261,14 @@ def _problem(field: str, why: str) -> Problem:
     return Problem(field, f"{field}: {why}")
 
 
-def _unmatched(source: str, pattern: str, names: list[str], listed: bool) -> Problem:
-    why = "matches no tagged value"
+def _unmatched(source: str, pattern: str, names: list[str], one: str, many: str) -> Problem:
+    why = f"matches no {one}"
     if not names:
         return _problem(source, f"{why}; the function tags nothing that the backward pass could use")
     near = nearest(pattern, [*names, *(n.rpartition("/")[2] for n in names)])
     if within := next((n for n in names if matches(f"**/{pattern}", n)), None):
         near = f"; in all scopes it is {f'**/{pattern}'!r}, which matches {within}"
-    return _problem(source, why + f"; the tagged names are {', '.join(names)}" * listed + near)
+    return _problem(source, why + f"; the {many} are {', '.join(names)}" * bool(many) + near)
 
 
 def _choice(field: str, value: object, allowed: Iterable[str]) -> list[Problem]:

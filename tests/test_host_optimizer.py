@@ -1,5 +1,6 @@
 """host_optimizer: state on the host, and the bits of the transformation on the device."""
 
+import itertools
 import sys
 
 import jax
@@ -15,10 +16,11 @@ from pages import ROOT, result
 from benchmarks import optimizer
 from jaxoffload import HostPoolFull, Policy, PolicyError, host_optimizer, join_masters, scan, split_masters, tag, verify
 from jaxoffload._engine.host.need import held_by_arguments, need_of, refuse_what_does_not_fit
+from jaxoffload._engine.jaxprs.inline import evaluate_equations
 from jaxoffload._jax import ELEMENTWISE
 from jaxoffload._optimizer import placement as _placement
-from jaxoffload._optimizer import stream as _stream
 from jaxoffload._optimizer import update as _update
+from jaxoffload._optimizer.rows import axes_needed, block_of
 from jaxoffload.proof import Bus, Machine, exact_options, predict
 
 ONE = SingleDeviceSharding(jax.devices()[0])
@@ -128,7 +130,9 @@ def test_stacks_of_unlike_length_and_what_comes_whole_are_updated_together():
 # XLA simplifies what stands in a branch, or beside a matmul, otherwise than in a loop over blocks.
 ROUNDED = {
     "clipped by each array's norm": lambda: optax.chain(optax.adaptive_grad_clip(0.1), optax.adam(1e-3)),
-    "applied if finite": lambda: optax.apply_if_finite(optax.adam(1e-3), 3),
+    "clipped by the norm of all, and applied if finite": lambda: optax.apply_if_finite(
+        optax.chain(optax.clip_by_global_norm(1.0), optax.adam(1e-3)), 3
+    ),
     "every second step": lambda: optax.MultiSteps(optax.adam(1e-3), 2).gradient_transformation(),
     "muon, which multiplies the matrices of a layer": lambda: contrib.muon(
         1e-3, muon_weight_dimension_numbers={"layers": {"w": contrib.MuonDimensionNumbers(1, 2), "scale": None}}
@@ -163,6 +167,9 @@ BY_ROWS = {
     "what is whole in a branch": lambda g, m, n: lax.cond(n > 1, lambda: m, lambda: jnp.arange(512.0).reshape(m.shape)),
     "a sum that begins with zeros": lambda g, m, n: lax.fori_loop(0, 3, lambda i, c: c + g, jnp.zeros_like(m)) + m,
     "what a loop stacks": lambda g, m, n: lax.scan(lambda c, x: (c + x * g, 2 * c), m, jnp.arange(3.0))[1].sum(0),
+    "a loop from the end": lambda g, m, n: jnp.tensordot(
+        jnp.arange(3.0), lax.scan(lambda c, x: (c * x + g, c), m, jnp.arange(3.0), reverse=True)[1], 1
+    ),
     "a matmul over a batch": lambda g, m, n: (m @ jnp.swapaxes(g, 1, 2)) @ g,
     "a matmul with all of a gradient": lambda g, m, n: jnp.einsum("lij,kij->lj", m, g)[:, None] + m,
     "a norm of each layer": lambda g, m, n: m + g / jnp.linalg.norm((g + m).reshape(4, -1), axis=1).reshape(4, 1, 1),
@@ -186,6 +193,56 @@ def test_what_treats_layers_by_themselves_streams(name):
     jax.tree.map(close, (found[0], found[1].inner), after_steps(of_optax(tx), params, tx.init(params)))
 
 
+def test_an_effect_of_a_branch_happens_if_it_is_taken():
+    seen = []
+
+    def update(gradients, state, params=None):
+        first = lambda: jax.debug.callback(lambda n: seen.append(int(n)), state["calls"])
+        lax.cond(state["calls"] == 1, first, lambda: None)
+        return gradients, {"m": state["m"] + gradients, "calls": state["calls"] + 1}
+
+    init = lambda params: {"m": jnp.zeros_like(params), "calls": 0}
+    params = params_in()["layers"]["w"]
+    ours = host_optimizer(optax.GradientTransformation(init, update), policy=ALL, shardings=ONE)
+    after_steps(jax.jit(ours.apply), params, ours.init(params))
+    jax.effects_barrier()
+    assert seen == [1]
+
+
+X, Y = (jax.random.normal(jax.random.key(n), (4, 6, 8)) for n in range(2))
+# An equation, and the axes of its result of which rows can be computed from rows of the operands.
+EQUATIONS = {
+    "elementwise": (lambda: lax.mul(X, Y), {0, 1, 2}),
+    "one number for all": (lambda: lax.select_n(X[0, 0, 0] > 0, X, Y), {0, 1, 2}),
+    "a matmul": (lambda: lax.dot_general(X, Y, (((1,), (1,)), ((0,), (0,)))), {0, 1, 2}),
+    "a matmul without a batch": (lambda: lax.dot_general(X, Y, (((0, 2), (0, 2)), ((), ()))), {0, 1}),
+    "repeated": (lambda: lax.broadcast_in_dim(X[:, :1], (2, 4, 6, 8), (1, 2, 3)), {0, 1, 2, 3}),
+    "in another shape": (lambda: lax.reshape(X, (4, 2, 3, 8)), {0, 3}),
+    "in the shape of others": (lambda: lax.reshape(X, (6, 4, 8)), {2}),
+    "turned": (lambda: lax.transpose(X, (2, 0, 1)), {0, 1, 2}),
+    "without an axis": (lambda: lax.squeeze(X[:, :1], (1,)), {0, 1}),
+    "a sum": (lambda: jnp.sum(X, axis=1), {0, 1}),
+    "the largest": (lambda: lax.argmax(X, 1, jnp.int32), {0, 1}),
+    "one behind the other": (lambda: lax.concatenate([X, Y], 1), {0, 2}),
+    "one after another": (lambda: lax.rev(X, (1,)), set()),
+    "sums so far": (lambda: lax.cumsum(X, 1), set()),
+}
+
+
+@pytest.mark.parametrize("name", EQUATIONS)
+def test_rows_are_computed_from_the_rows_that_they_need(name):
+    f, known = EQUATIONS[name]
+    jaxpr = jax.make_jaxpr(f)()
+    eqn, values = jaxpr.eqns[-1], dict(zip(jaxpr.constvars, jaxpr.consts, strict=True))
+    evaluate_equations(jaxpr, jaxpr.eqns, values)
+    axes_of = {axis: axes_needed(eqn, axis) for axis in range(eqn.outvars[0].aval.ndim)}
+    assert {axis for axis, axes in axes_of.items() if axes is not None} == known
+    half = lambda x, axis, i: x if axis is None else jnp.split(x, 2, axis)[i]
+    for axis, i in itertools.product(known, range(2)):
+        operands = [half(values[v], of, i) for v, of in zip(eqn.invars, axes_of[axis], strict=True)]
+        np.testing.assert_array_equal(block_of(eqn, axis, 2, operands), half(f(), axis, i), strict=True)
+
+
 def test_an_update_may_read_the_gradient_of_another_array():
     """Which is on the device, whole: of it, too, blocks read the rows that belong to them."""
     init = lambda params: jax.tree.map(jnp.zeros_like, params)
@@ -198,14 +255,15 @@ def test_an_update_may_read_the_gradient_of_another_array():
     assert_bits(optax.GradientTransformation(init, update), {"a": draw(0), "b": draw(1)})
 
 
-def test_rows_that_become_columns_are_mixed():
+@pytest.mark.parametrize(
+    ("turned", "blocks"), [(lambda g, m: jnp.transpose(g) + m, 4), (lambda g, m: g + jnp.transpose(m), 1)]
+)
+def test_rows_of_the_state_that_become_columns_are_mixed(turned, blocks):
+    """Of a gradient, which is on the device, columns may be read as well as rows."""
     init = lambda params: jax.tree.map(jnp.zeros_like, params)
-    update = lambda g, state, params=None: (jax.tree.map(jnp.subtract, g, state), jax.tree.map(jnp.transpose, g))
-    tx, params = optax.GradientTransformation(init, update), {"w": jax.random.normal(KEY, (4, 4))}
-    ours = host_optimizer(tx, policy=ALL, shardings=ONE)
-    assert ours.placements(params)[0].blocks == 1
-    found = after_steps(jax.jit(ours.apply, compiler_options=exact_options()), params, ours.init(params))
-    assert_equal((found[0], found[1].inner), after_steps(of_optax(tx), params, tx.init(params)))
+    update = lambda g, state, params=None: (jax.tree.map(jnp.subtract, g, state), jax.tree.map(turned, g, state))
+    ours, *_ = assert_bits(optax.GradientTransformation(init, update), {"w": jax.random.normal(KEY, (4, 4))})
+    assert ours.placements({"w": jnp.zeros((4, 4))})[0].blocks == blocks
 
 
 MIXING = {
@@ -213,6 +271,19 @@ MIXING = {
     "a norm of updates": (
         lambda: optax.chain(optax.adam(1e-3), optax.clip_by_global_norm(1.0)),
         "mixes the rows of its first axis, which are layers (reduce_sum",
+    ),
+    "a long loop": (
+        lambda: optax.chain(
+            optax.trace(0.9),
+            optax.stateless(lambda u, _: jax.tree.map(lambda x: lax.fori_loop(0, 99, lambda i, x: jnp.sin(x), x), u)),
+        ),
+        "mixes the rows of its first axis, which are layers (scan",
+    ),
+    "what is printed": (
+        lambda: optax.chain(
+            optax.trace(0.9), optax.stateless(lambda u, _: (jax.debug.print("{}", u["layers"]["w"]), u)[1])
+        ),
+        "mixes the rows of its first axis",
     ),
     "layers that read others": (
         lambda: optax.chain(
@@ -521,8 +592,9 @@ def test_steps_take_the_time_that_is_predicted(monkeypatch):
 
 
 def another_row(monkeypatch):
-    take = _stream.Blocks.take
-    monkeypatch.setattr(_stream.Blocks, "take", lambda self, x, i, axis=0: take(self, x, (i + 1) % self.number, axis))
+    take = _placement.Placed.take
+    another = lambda self, x, i, axis=0: take(self, x, (i + 1) % self.blocks, axis)
+    monkeypatch.setattr(_placement.Placed, "take", another)
 
 
 def all_at_once(monkeypatch):

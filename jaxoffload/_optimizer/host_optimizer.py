@@ -1,7 +1,7 @@
 """host_optimizer(): an Optax transformation whose state lives in pinned host memory."""
 
 import dataclasses
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import jax
@@ -11,17 +11,13 @@ from jax.sharding import NamedSharding, PartitionSpec
 from jax.tree_util import keystr, tree_leaves_with_path
 
 from .._engine.host.limit import HostPoolFull, auto_axes, host_pool_bytes
-from .._engine.jaxprs.flat import division
 from .._jax import HOST, define, on_device, on_host
 from .._policy import Policy, check_arguments, check_switches
 from .._text import readable, short
 from .._tracing import tracing
 from .masters import join_masters, split_masters
 from .placement import Placements, owners, placed
-from .stream import Blocks
 from .update import Update
-
-SCOPE = "host_optimizer"  # of what an optimizer computes, in a trace
 
 
 class HostState(NamedTuple):
@@ -50,13 +46,10 @@ def host_optimizer(
 ) -> "HostOptimizer":
     """Return an optimizer that computes what `tx` does, with its state in pinned host memory.
 
-        tx = jaxoffload.host_optimizer(optax.adamw(1e-4))
-        state = tx.init(params)
-        params, state = tx.apply(gradients, params, state)  # instead of tx.update and optax.apply_updates
-
-    A loop goes over blocks of rows, of a stack of layers over the layers: it fetches the state of the next block while
-    it updates this one on the device and writes its state back. The device never holds a whole state, nor a set of
-    updates. The bits are those of `tx` on the device, as far as XLA compiles the same arithmetic alike.
+    Its `apply` stands for `tx.update` and `optax.apply_updates`. A loop goes over blocks of rows, of a stack of layers
+    over the layers: it fetches the state of the next block while it updates this one on the device and writes its state
+    back. The device never holds a whole state, nor a set of updates. The bits are those of `tx` on the device, as far
+    as XLA compiles the same arithmetic alike.
 
     Args:
       tx: an Optax transformation, which must compute each row of an array's first axis from the same row of the
@@ -114,15 +107,15 @@ class HostOptimizer:
 
     def init(self, params: Any) -> HostState:
         """Return the state of parameters, each array where `placements` says, sharded as its parameter."""
-        state = jax.eval_shape(self.first_state, params)
-        _refuse_too_much(self.placements(params), self._shardings(params))
+        state, placements = jax.eval_shape(self.first_state, params), self.placements(params)
+        need = sum(placed.bytes_per_device for placed in placements if placed.place == "host")
+        if (pool := host_pool_bytes()) is not None and need > pool:
+            what = f"the state needs {readable(need)} per device, and the pinned host pool holds {readable(pool)}"
+            raise HostPoolFull("host_optimizer", what, need, pool, None, False)
         update = self._update(lambda params, _: self.first_state(params), params, state)
-
-        def make(*leaves: Any) -> list[Any]:
-            with jax.named_scope(SCOPE):
-                return update.run([*leaves, *[None] * len(jax.tree.leaves(state))])
-
-        return jax.tree.unflatten(jax.tree.structure(state), jax.jit(make, inline=True)(*jax.tree.leaves(params)))
+        leaves, tree = jax.tree.flatten(state)
+        make = jax.jit(lambda *params: update.run([*params, *[None] * len(leaves)]), inline=True)
+        return jax.tree.unflatten(tree, make(*jax.tree.leaves(params)))
 
     def apply(self, gradients: Any, params: Any, state: HostState) -> tuple[Any, HostState]:
         """Return the parameters after a step, and the new state. Call it in jit, and donate `params` and `state`.
@@ -141,13 +134,12 @@ class HostOptimizer:
         _check_trees(gradients, params, state, jax.eval_shape(self.first_state, params))
         update = self._update(self.updated, gradients, params, state)
         there = lambda x: x if on_host(jax.typeof(x)) else _there_p.bind(x)
-        given = enumerate(jax.tree.leaves((gradients, params, state)))
-        operands = [there(x) if n in update.on_host else on_device(x) for n, x in given]
+        given, tree = jax.tree.flatten((gradients, params, state))
+        inputs = zip(given, update.jaxpr.invars, strict=True)
+        operands = [there(x) if v in update.on_host else on_device(x) for x, v in inputs]
         if tracing().reference:
-            args = jax.tree.unflatten(jax.tree.structure((gradients, params, state)), map(on_device, operands))
-            return self.updated(*args)
-        with jax.named_scope(SCOPE):
-            return jax.tree.unflatten(jax.tree.structure((params, state)), update.run(operands))
+            return self.updated(*jax.tree.unflatten(tree, map(on_device, operands)))
+        return jax.tree.unflatten(jax.tree.structure((params, state)), update.run(operands))
 
     def placements(self, params: Any) -> Placements:
         """Return where the state of parameters, or of their shapes and dtypes, lives; printed, it is a table."""
@@ -157,17 +149,15 @@ class HostOptimizer:
     def state_shardings(self, params: Any) -> HostState:
         """Return the shardings of the state, with the memory that each array is in: for `jax.jit`'s `out_shardings`, or
         to read a checkpoint. Parameters may be given as shapes, dtypes and shardings."""
-        state = jax.eval_shape(self.first_state, params)
-        shardings, placements, shapes = self._shardings(params), self.placements(params), jax.tree.leaves(params)
+        state, placements = jax.eval_shape(self.first_state, params), self.placements(params)
 
         def of(leaf: int | None, x: Any) -> Any:
-            sharding = shardings[leaf or 0]
+            placed = placements[leaf or 0]
+            sharding = placed.sharding_of(x)
             if isinstance(sharding, NamedSharding) and (x.sharding or leaf is None):
                 spec = x.sharding.spec if x.sharding else PartitionSpec()  # with Explicit axes its type says it
                 sharding = NamedSharding(sharding.mesh, spec)
-            else:
-                sharding = Blocks(1, sharding, len(shapes[leaf or 0].shape)).sharding_of(x)
-            is_on_host = leaf is not None and placements[leaf].place == "host"
+            is_on_host = leaf is not None and placed.place == "host"
             return sharding.with_memory_kind("pinned_host") if is_on_host else sharding
 
         leaves, tree = jax.tree.flatten(state)
@@ -176,15 +166,12 @@ class HostOptimizer:
     def _update(self, f: Callable[..., Any], *args: Any) -> Update:
         """Return `f` of these trees, divided. It updates the last, the state; the others are as the parameters."""
         *others, state = args
-        params, shardings = jax.tree.leaves(others[-1]), self._shardings(others[-1])
-        placements = placed(self.policy, others[-1], state, shardings)
-        of_leaves = enumerate(zip(placements, shardings, params, strict=True))
-        blocks = {n: Blocks(p.blocks, s, len(x.shape)) for n, (p, s, x) in of_leaves if p.place == "host"}
-        of_others = [n for _ in others for n in range(len(params))]
+        placements = placed(self.policy, others[-1], state, self._shardings(others[-1]))
+        of_others = [*range(len(placements))] * len(others)
         leaves, tree = jax.tree.flatten(args)
         avals = jax.make_jaxpr(lambda *xs: list(map(on_device, xs)))(*leaves).out_avals
         jaxpr = jax.make_jaxpr(lambda *xs: jax.tree.leaves(f(*jax.tree.unflatten(tree, xs))))(*avals)
-        return Update(jaxpr, [*of_others, *owners(state, others[-1])], len(of_others), placements, blocks)
+        return Update(jaxpr, [*of_others, *owners(state, others[-1])], len(of_others), placements)
 
     def updated(self, gradients: Any, params: Any, state: HostState) -> tuple[Any, HostState]:
         """Return what `apply` does, from arrays that are all on the device: what it is to be equal to."""
@@ -259,11 +246,3 @@ def _check_trees(gradients: Any, params: Any, state: Any, first: Any) -> None:
             differ = [array for array in arrays(given) if array not in arrays(like)] or ["fewer arrays"]
             of = "params" if name == "gradients" else "what init returns for params"
             raise TypeError(f"host_optimizer: apply(gradients, params, state): {name} must be as {of}, got {differ[0]}")
-
-
-def _refuse_too_much(placements: Placements, shardings: Sequence[Any]) -> None:
-    pairs = zip(placements, shardings, strict=True)
-    need = sum(-(-p.bytes // division(sharding).parts) for p, sharding in pairs if p.place == "host")
-    if (pool := host_pool_bytes()) is not None and need > pool:
-        what = f"the state needs {readable(need)} per device, and the pinned host pool holds {readable(pool)}"
-        raise HostPoolFull("host_optimizer", what, need, pool, None, False)

@@ -1,23 +1,28 @@
 """Decide where the state of each parameter lives, and in how many blocks it streams."""
 
 import dataclasses
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
 import jax
+from jax import lax
+from jax.sharding import NamedSharding, PartitionSpec
 from jax.tree_util import keystr, tree_leaves_with_path
 
 from .._engine.jaxprs.flat import division
 from .._errors import Problem
 from .._jax import nbytes
 from .._policy import Policy, PolicyError
-from .._text import nearest, readable
+from .._text import readable
 
 MOST_BLOCKS = 128  # of an array: more than most stacks have layers. The first and the last have nothing beside
 
 
 class Placed(NamedTuple):
-    """Where the state of one parameter lives.
+    """Where the state of one parameter lives, and how its arrays are divided into blocks, alike on every device.
+
+    If the sharding divides the rows, a block is a part of each device's rows: they do not lie side by side in the
+    array, which does not matter to what treats each row by itself.
 
     Attributes:
       name: of the parameter.
@@ -25,6 +30,8 @@ class Placed(NamedTuple):
       place: "host" or "device".
       blocks: how many come to the device one after another; 1 if the state comes whole.
       reason: what decided.
+      sharding: the parameter's; None on one device.
+      ndim: the parameter's.
     """
 
     name: str
@@ -32,6 +39,54 @@ class Placed(NamedTuple):
     place: str
     blocks: int
     reason: str
+    sharding: Any
+    ndim: int
+
+    @property
+    def bytes_per_device(self) -> int:
+        return -(-self.bytes // division(self.sharding).parts)
+
+    @property
+    def rows(self) -> int | None:
+        """The axis along which the arrays are divided; None if they come whole."""
+        return 0 if self.blocks > 1 else None
+
+    def take(self, x: Any, i: Any, axis: int = 0) -> Any:
+        """Return block i of an array, whose rows are along `axis`."""
+        if self.blocks == 1:
+            return x
+        rows = lambda x: x.shape[axis] // self.blocks
+        part = lambda x, i: lax.dynamic_slice_in_dim(x, i * rows(x), rows(x), axis, allow_negative_indices=False)
+        return self._in_shards(part, axis, x, i)
+
+    def put(self, x: Any, block: Any, i: Any) -> Any:
+        """Return an array with its block i replaced."""
+
+        def put(x: Any, block: Any, i: Any) -> Any:
+            return lax.dynamic_update_slice_in_dim(x, block, i * block.shape[0], 0, allow_negative_indices=False)
+
+        return self._in_shards(put, 0, x, block, i) if self.blocks > 1 else block
+
+    def sharding_of(self, x: Any, axis: int = 0) -> Any:
+        """Return how an array is sharded: as the parameter, or its rows alone if its shape is another."""
+        if not isinstance(self.sharding, NamedSharding) or (len(x.shape) == self.ndim and not axis):
+            return self.sharding
+        rows = self.sharding.spec[0] if self.sharding.spec else None
+        return NamedSharding(self.sharding.mesh, PartitionSpec(*[None] * axis, rows))
+
+    def sharded(self, x: Any) -> Any:
+        """Return an array that is sharded so, if its type does not say how it is."""
+        sharding = self.sharding_of(x)
+        unknown = isinstance(sharding, NamedSharding) and not jax.typeof(x).sharding.mesh.explicit_axes
+        return lax.with_sharding_constraint(x, sharding) if unknown else x
+
+    def _in_shards(self, f: Callable[..., Any], axis: int, *operands: Any) -> Any:
+        """Return `f` of arrays and a number; if their rows are divided, of the part of each device."""
+        if division(self.sharding).rows == 1:
+            return f(*operands)
+        spec = self.sharding_of(operands[0], axis).spec
+        specs = (*[spec] * (len(operands) - 1), PartitionSpec())
+        return jax.shard_map(f, mesh=self.sharding.mesh, in_specs=specs, out_specs=spec)(*operands)
 
 
 class Placements(tuple[Placed, ...]):
@@ -57,11 +112,9 @@ def owners(state: Any, params: Any) -> list[int | None]:
     of_params = {tuple(path): (n, x.shape) for n, (path, x) in enumerate(tree_leaves_with_path(params))}
 
     def owner(path: tuple[Any, ...], shape: tuple[int, ...]) -> int | None:
-        for start in range(len(path) + 1):
-            if path[start:] in of_params:
-                number, of = of_params[path[start:]]
-                return number if shape and shape[:1] == of[:1] else None
-        return None
+        ends = (path[start:] for start in range(len(path) + 1))
+        number, of = next((of_params[end] for end in ends if end in of_params), (None, ()))
+        return number if shape and shape[:1] == of[:1] else None
 
     return [owner(tuple(path), x.shape) for path, x in tree_leaves_with_path(state)]
 
@@ -72,29 +125,27 @@ def placed(policy: Policy, params: Any, state: Any, shardings: Sequence[Any]) ->
     Raises:
       PolicyError: a pattern matches no parameter, or says recompute.
     """
-    paths, leaves = zip(*tree_leaves_with_path(params), strict=True)
-    names = [keystr(path, simple=True, separator="/") for path in paths]
+    names = [keystr(path, simple=True, separator="/") for path, _ in tree_leaves_with_path(params)]
     _check(policy, names)
     sizes = [0] * len(names)
     for owner, x in zip(owners(state, params), jax.tree.leaves(state), strict=True):
         if owner is not None:
             sizes[owner] += nbytes(x)
-    return Placements(map(_placed, [policy] * len(names), names, leaves, sizes, shardings))
-
-
-def _placed(policy: Policy, name: str, param: Any, size: int, sharding: Any) -> Placed:
-    reason, decision = policy.match(name) or ("default", policy.default)
-    least = int(policy.min_offload_bytes)
-    if decision == "offload" and size < max(1, least):
-        reason, decision = f"smaller than min_offload_bytes ({readable(least)})", "save"
-    if decision == "save":
-        return Placed(name, size, "device", 1, reason)
-    rows = param.shape[0] // division(sharding).rows
-    return Placed(name, size, "host", max(n for n in range(1, MOST_BLOCKS + 1) if rows % n == 0), reason)
+    least, placements = int(policy.min_offload_bytes), []
+    for name, size, x, sharding in zip(names, sizes, jax.tree.leaves(params), shardings, strict=True):
+        reason, decision = policy.match(name) or ("default", policy.default)
+        if decision == "offload" and size < max(1, least):
+            reason, decision = f"smaller than min_offload_bytes ({readable(least)})", "save"
+        place, blocks = "device", 1
+        if decision == "offload":
+            rows = x.shape[0] // division(sharding).rows
+            place, blocks = "host", max(n for n in range(1, MOST_BLOCKS + 1) if rows % n == 0)
+        placements.append(Placed(name, size, place, blocks, reason, sharding, len(x.shape)))
+    return Placements(placements)
 
 
 def _check(policy: Policy, names: Sequence[str]) -> None:
-    problems = []
+    problems = policy.unmatched(names, "parameter", "parameters")
     for field in dataclasses.fields(policy):
         given, unset = getattr(policy, field.name), field.default
         if field.name not in ("residuals", "default", "min_offload_bytes") and given != unset:
@@ -104,10 +155,5 @@ def _check(policy: Policy, names: Sequence[str]) -> None:
         source = "default" if pattern == "default" else policy.source(pattern)
         if decision == "recompute":
             problems.append(Problem(source, f"{source}: 'recompute' is not allowed for a state; use save or offload"))
-    for problem in policy.unmatched(names):
-        pattern = problem.key
-        problems.append(
-            Problem(pattern, f"{pattern}: matches no parameter; they are {', '.join(names)}{nearest(pattern, names)}")
-        )
     if problems:
         raise PolicyError(problems)

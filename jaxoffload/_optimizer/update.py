@@ -6,29 +6,39 @@ must treat the rows of the leaf's first axis by themselves (`rows.py`): it strea
 whose rows are mixed streams as one block.
 """
 
-import itertools
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from typing import Any
 
 import jax
 from jax import lax
 from jax.extend.core import Jaxpr, JaxprEqn, Var
-from jax.extend.core.primitives import broadcast_in_dim_p, cond_p
 
-from .._engine.jaxprs.flat import division
-from .._engine.jaxprs.inline import Values, read, variables, with_needed_equations, with_unknown_names, written_out
+from .._engine.jaxprs.inline import (
+    Values,
+    depending,
+    evaluate_equations,
+    read,
+    variables,
+    with_needed_equations,
+    with_unknown_names,
+)
 from .._engine.layers.rows import filled
 from .._engine.layers.transport import to_host
-from .._jax import ELEMENTWISE, dce_jaxpr, evaluate, where_written
+from .._jax import ELEMENTWISE, has_effects, where_written
+from .opened import opened
 from .placement import Placements
-from .rows import Mixed, Rows, on_rows
-from .stream import Arrays, Blocks, Stream, stream
+from .rows import Axis, axes_needed, block_of
+from .stream import Arrays, Stream, stream
 
+SCOPE = "host_optimizer"  # of what an update computes, in a trace
 STACK = 3  # the state of an array of so many axes, one of layers or experts, never comes to the device whole
-# Per device, of the blocks of an iteration; more only if one leaf has more. In each iteration the last array that is
-# written, and the first that is read, have nothing beside them: a loop should have many arrays, the smallest at its end
-# (H100, three arrays of equal size: 35 GB/s each way rather than 45).
+# Per device, of the blocks of an iteration; more only if one leaf has more. The bus waits once in each iteration for what
+# is computed of the smallest array: a loop of few large arrays would lose a tenth of its time.
 LOOP_BYTES = 2 * 2**30
+
+# Equations, with the axes along which result and operands are rows; and values that they take from outside, with the
+# axes along which rows of these are taken.
+Part = tuple[list[tuple[JaxprEqn, Axis, Sequence[Axis]]], list[tuple[Var, Axis]]]
 
 
 class Update:
@@ -37,69 +47,70 @@ class Update:
     Attributes:
       jaxpr: it, for whole arrays on the device.
       leaves: of each input, the leaf that it has a row for each row of, if any.
-      on_host: the numbers of the inputs that are there.
       placements: of the leaves.
-      blocks: of each leaf with state on the host.
       outputs: the results, by the numbers of the inputs that they replace.
-      leaf_of: the leaf with whose blocks a value is computed, if it is.
-      from_host: the values that depend on state there.
+      on_host: the inputs that are there, each with its leaf.
+      from_host: the values that depend on them.
+      parts: what computes a block of the results of each leaf with state there.
     """
 
-    def __init__(
-        self, jaxpr: Jaxpr, leaves: Sequence[int | None], state: int, placements: Placements, blocks: dict[int, Blocks]
-    ):
+    def __init__(self, jaxpr: Jaxpr, leaves: Sequence[int | None], state: int, placements: Placements):
         """Find what runs block by block. Inputs from number `state` on are the state.
 
         Raises:
           NotImplementedError: the update mixes what must be apart.
         """
-        self.jaxpr = _with_single_conds(written_out(jaxpr, [True] * len(leaves), lambda *_: True))
-        self.leaves, self.placements, self.blocks = leaves, list(placements), dict(blocks)
-        self.on_host = {n for n, leaf in enumerate(leaves) if n >= state and leaf in blocks}
+        self.jaxpr, self.leaves, self.placements = opened(jaxpr), leaves, list(placements)
         self.outputs: dict[int, Any] = dict(enumerate(self.jaxpr.outvars, len(leaves) - len(self.jaxpr.outvars)))
-        self.leaf_of = {v: leaf for v, leaf in zip(self.jaxpr.invars, leaves, strict=True) if leaf in blocks}
-        self.from_host = {self.jaxpr.invars[n] for n in self.on_host}
-        made = [v for eqn in self.jaxpr.eqns for v in eqn.outvars]
-        every = [*self.jaxpr.invars, *self.jaxpr.constvars, *made]
-        jax.eval_shape(lambda *values: self._divide(dict(zip(every, values, strict=True))), *(v.aval for v in every))
+        streams = lambda leaf: leaf is not None and placements[leaf].place == "host"
+        given = enumerate(zip(self.jaxpr.invars, leaves, strict=True))
+        self.on_host: dict[Var, Any] = {v: leaf for n, (v, leaf) in given if n >= state and streams(leaf)}
+        self.from_host = self._depending(self.on_host)
+        self.parts = {leaf: self._part(leaf) for leaf in filter(streams, range(len(placements)))}
+        once = [v for n, v in self.outputs.items() if leaves[n] not in self.parts]
+        effects = [v for eqn in self.jaxpr.eqns if has_effects(eqn) for v in eqn.invars]
+        for v in self.from_host.intersection(variables([*once, *effects])):
+            raise self._refusal(next(leaf for u, leaf in self.on_host.items() if v in self._depending([u])), None)
 
-    def _divide(self, whole: Values) -> None:
-        """Fill `leaf_of` and `from_host`. `whole` has each variable, so nothing is computed but blocks."""
-        take = lambda leaf: lambda x, axis: lax.slice_in_dim(x, 0, x.shape[axis] // self.blocks[leaf].number, axis=axis)
-        rows: Values = {v: take(leaf)(whole[v], 0) for v, leaf in self.leaf_of.items()}
-        for eqn in self.jaxpr.eqns:
-            operands = variables(eqn.invars)
-            of_state = list(dict.fromkeys(self.leaf_of[v] for v in operands if v in self.from_host))
-            if len(of_state) > 1:
-                raise self._refusal(of_state[0], eqn, of_state[1])
-            leaves = of_state or list({self.leaf_of[v] for v in operands if v in self.leaf_of})
-            if len(leaves) != 1:
-                continue  # computed from whole arrays on the device
-            (leaf,) = leaves
-            values: Values = {v: rows[v] if self.leaf_of.get(v) == leaf else whole[v] for v in operands}
-            try:
-                if self.blocks[leaf].number > 1:
-                    Rows(self.jaxpr, values, take(leaf)).evaluate([eqn])
-            except Mixed as mixed:
-                if not of_state:
+    def _depending(self, on: Iterable[Var]) -> set[Var]:
+        return depending(self.jaxpr, on, lambda eqn: False)
+
+    def _part(self, leaf: int) -> Part:
+        """Return the part of a leaf, found from its last equation to its first."""
+        rows, steps, taken = self.placements[leaf].rows, list[Any](), list[tuple[Var, Axis]]()
+        wanted: dict[Var, dict[Axis, None]] = {v: {rows: None} for v in self._results(leaf).values()}
+        for eqn in reversed(self.jaxpr.eqns):
+            for out, axis in [(v, axis) for v in eqn.outvars for axis in wanted.pop(v, ())]:
+                axes = [None] * len(eqn.invars) if axis is None else axes_needed(eqn, axis)
+                if out not in self.from_host and (axis is None or axes is None):
+                    taken.append((out, axis))  # it is computed once, whole
                     continue
-                self._mixes(leaf, mixed.eqn)
-            rows |= {v: values.get(v, whole[v]) for v in eqn.outvars}
-            self.leaf_of |= dict.fromkeys(eqn.outvars, leaf)
-            self.from_host.update(eqn.outvars if of_state else [])
-        for n, v in self.outputs.items():
-            into, of = self.leaves[n], self.leaf_of.get(v) if isinstance(v, Var) else None
-            if of is not None and of == into and rows[v].shape[1:] != whole[v].shape[1:]:
-                self._mixes(of, None)  # its rows lie along another axis
-            elif of is not None and of != into and v in self.from_host:
-                raise self._refusal(of, None) if into is None else self._refusal(into, None, of)
+                # Where the whole state is needed, what is elementwise is not to blame: something before mixes the rows.
+                to_blame = axis is None and rows is not None and eqn.primitive.name not in ELEMENTWISE
+                if axes is None or to_blame:
+                    return self._as_one_block(leaf, eqn)
+                if steps[-1:] != [(eqn, axis, axes)]:  # it has several results
+                    steps.append((eqn, axis, axes))
+                for v, needed in zip(eqn.invars, axes, strict=True):
+                    if isinstance(v, Var):
+                        wanted.setdefault(v, {})[needed] = None
+        for v, found in wanted.items():
+            if (other := self.on_host.get(v, leaf)) != leaf:
+                raise self._refusal(leaf, None, other)
+            if v in self.on_host and found.keys() != {rows}:
+                return self._as_one_block(leaf, None)
+            taken += [(v, axis) for axis in found]
+        return steps[::-1], taken
 
-    def _mixes(self, leaf: int, eqn: JaxprEqn | None) -> None:
-        """Let the state of a leaf whose rows are mixed come as one block."""
-        if self.blocks[leaf].ndim >= STACK:
-            raise self._refusal(leaf, eqn) from None
-        self.blocks[leaf] = self.blocks[leaf]._replace(number=1)
+    def _as_one_block(self, leaf: int, eqn: JaxprEqn | None) -> Part:
+        """Return the part of a leaf whose rows are mixed, by this equation if it is known."""
+        if self.placements[leaf].ndim >= STACK:
+            raise self._refusal(leaf, eqn)
         self.placements[leaf] = self.placements[leaf]._replace(blocks=1)
+        return self._part(leaf)
+
+    def _results(self, leaf: int) -> dict[int, Any]:
+        return {n: v for n, v in self.outputs.items() if self.leaves[n] == leaf}
 
     def _refusal(self, leaf: int, eqn: JaxprEqn | None, other: int | None = None) -> NotImplementedError:
         name = self.placements[leaf].name
@@ -112,95 +123,60 @@ class Update:
             f"the device, Policy({{{name!r}: 'save'}}, default='offload'), or use another transformation"
         )
 
+    @jax.named_scope(SCOPE)
     def run(self, operands: Sequence[Any]) -> list[Any]:
         """Return the results, from operands in the memory that `on_host` says. One that is not read may be None."""
-        jaxpr, parts = self.jaxpr, {leaf: self._part(leaf) for leaf in self.blocks}
+        jaxpr = self.jaxpr
         values = dict(zip([*jaxpr.invars, *jaxpr.constvars], [*operands, *jaxpr.consts], strict=True))
-        once = {n: v for n, v in self.outputs.items() if self.leaves[n] not in self.blocks}
-        read_whole = [v for leaf, (_, taken) in parts.items() for v in taken if self.leaf_of.get(v) != leaf]
-        first = [eqn for eqn in jaxpr.eqns if self.from_host.isdisjoint(variables(eqn.invars))]
-        whole, taken = _part_of(jaxpr, first, [*once.values(), *read_whole])
-        found = evaluate(whole, read(taken, values))
-        new = dict(zip(once, found, strict=False))
-        values |= zip(read_whole, found[len(once) :], strict=True)
+        once = {n: v for n, v in self.outputs.items() if self.leaves[n] not in self.parts}
+        whole = [*once.values(), *(v for _, taken in self.parts.values() for v, _ in taken)]
+        on_device = [eqn for eqn in jaxpr.eqns if self.from_host.isdisjoint(variables(eqn.invars))]
+        first = jaxpr.replace(eqns=on_device, outvars=whole, debug_info=with_unknown_names(jaxpr))
+        evaluate_equations(jaxpr, with_needed_equations(first).eqns, values)
+        new = dict(zip(once, read([*once.values()], values), strict=True))
         before: list[Any] = []
         for leaves in self._loops():
-            streams = [self._stream(leaf, *parts[leaf], values) for leaf in leaves]
-            if self.blocks[leaves[0]].number == 1:  # one after another, so that the device holds the state of one
+            streams = [self._stream(leaf, values) for leaf in leaves]
+            if streams[0].placed.blocks == 1:  # one after another, so that the device holds the state of one
                 arrays, _ = lax.optimization_barrier((streams[0].arrays, before))
                 streams = [streams[0]._replace(arrays=arrays)]
             new |= stream(streams)
-            before = [new[n] for n in streams[0].arrays if n not in self.on_host]
+            before = [new[n] for n in streams[0].arrays if jaxpr.invars[n] not in self.on_host]
         return [new[n] for n in self.outputs]
-
-    def _part(self, leaf: int) -> tuple[Jaxpr, list[Var]]:
-        """Return what computes blocks of the results of a leaf, and from blocks or whole values of what."""
-
-        repeated: set[Var] = set()  # one number each, as zeros are: XLA makes only the rows that are read
-
-        def is_inside(eqn: JaxprEqn) -> bool:
-            """Return if blocks compute this: what repeats a number too, so that it is never whole."""
-            of_repeated = repeated.issuperset(variables(eqn.invars)) and eqn.primitive.name in ELEMENTWISE
-            if eqn.primitive is broadcast_in_dim_p or of_repeated:
-                repeated.update(eqn.outvars)
-            return not repeated.isdisjoint(eqn.outvars) or any(self.leaf_of.get(v) == leaf for v in eqn.outvars)
-
-        results = [v for n, v in self.outputs.items() if self.leaves[n] == leaf]
-        return _part_of(self.jaxpr, list(filter(is_inside, self.jaxpr.eqns)), results)
 
     def _loops(self) -> list[list[int]]:
         """Return the leaves of each loop, those of few blocks first, and of these the largest."""
         loops: list[list[int]] = []
-        number = lambda leaf: self.blocks[leaf].number
-        size = lambda leaf: self.placements[leaf].bytes // (number(leaf) * division(self.blocks[leaf].sharding).parts)
-        loop_bytes = 0
-        for leaf in sorted(self.blocks, key=lambda leaf: (number(leaf), -size(leaf))):
-            loop_bytes += size(leaf)
-            if number(leaf) == 1 or loop_bytes > LOOP_BYTES or not loops or number(leaf) != number(loops[-1][0]):
-                loops.append([])
-                loop_bytes = size(leaf)
-            loops[-1].append(leaf)
+        number = lambda leaf: self.placements[leaf].blocks
+        size = lambda leaf: self.placements[leaf].bytes_per_device // number(leaf)
+        for leaf in sorted(self.parts, key=lambda leaf: (number(leaf), -size(leaf))):
+            last = loops[-1] if loops else []
+            if last and 1 < number(leaf) == number(last[0]) and sum(map(size, [*last, leaf])) <= LOOP_BYTES:
+                last.append(leaf)
+            else:
+                loops.append([leaf])
         return loops
 
-    def _stream(self, leaf: int, part: Jaxpr, taken: list[Var], values: Values) -> Stream:
-        blocks, invars = self.blocks[leaf], self.jaxpr.invars
-        shapes = {n: v.aval.shape for n, v in self.outputs.items() if self.leaves[n] == leaf}
-        arrays = {n: values[invars[n]] for n in shapes}
-        for n, x in arrays.items():
-            if x is None and blocks.number > 1:
-                arrays[n] = to_host(blocks.sharded(filled(invars[n].aval)))
+    def _stream(self, leaf: int, values: Values) -> Stream:
+        placed, (steps, taken), results = self.placements[leaf], self.parts[leaf], self._results(leaf)
+        inputs = {n: self.jaxpr.invars[n] for n in results}
+        empty = lambda v: to_host(placed.sharded(filled(v.aval)))
+        at = lambda v, axis: v if axis is None else (v, axis)  # of whole values, and of blocks
 
         def compute(i: Any, there: Arrays) -> Arrays:
-            take = lambda x, axis: blocks.take(x, i, axis)
-            rows = {invars[n]: x for n, x in there.items()}
-            rows |= {
-                v: take(values[v], 0) if self.leaf_of.get(v) == leaf else values[v] for v in taken if v not in rows
-            }
-            wanted = [(rows // blocks.number, *rest) for rows, *rest in shapes.values()]
-            return dict(zip(shapes, on_rows(part, read(taken, rows), take, wanted), strict=True))
+            found: dict[Any, Any] = {at(inputs[n], placed.rows): x for n, x in there.items()}
+            for v, axis in taken:
+                if at(v, axis) not in found:
+                    found[at(v, axis)] = values[v] if axis is None else placed.take(values[v], i, axis)
+            for eqn, axis, axes in steps:
+                if axis is None:
+                    evaluate_equations(self.jaxpr, [eqn], found)
+                else:
+                    given = zip(eqn.invars, axes, strict=True)
+                    operands = [found[at(v, of)] if isinstance(v, Var) else v.val for v, of in given]
+                    found[eqn.outvars[0], axis] = block_of(eqn, axis, placed.blocks, operands)
+            return {n: found[at(v, placed.rows)] for n, v in results.items()}
 
-        on_host = arrays.keys() & self.on_host
-        return Stream(blocks, arrays, on_host, {n for n in on_host if invars[n] in taken}, compute)
-
-
-def _part_of(jaxpr: Jaxpr, eqns: Sequence[JaxprEqn], results: Sequence[Any]) -> tuple[Jaxpr, list[Var]]:
-    """Return some equations of a jaxpr as one of their own, as far as these results need them, and what it takes."""
-    made = {v for eqn in eqns for v in eqn.outvars}
-    read_there = variables([*(v for eqn in eqns for v in eqn.invars), *results])
-    taken = [v for v in dict.fromkeys(read_there) if v not in made]
-    part = jaxpr.replace(
-        constvars=[], consts=[], invars=taken, outvars=[*results], eqns=[*eqns], debug_info=with_unknown_names(jaxpr)
-    )
-    live, used = dce_jaxpr(part, [True] * len(results))
-    return live, list(itertools.compress(taken, used))
-
-
-def _with_single_conds(jaxpr: Jaxpr) -> Jaxpr:
-    """Return a jaxpr in which each `cond` has one result, and the operands that this needs: those of one leaf."""
-    eqns: list[JaxprEqn] = []
-    for eqn in jaxpr.eqns:
-        if eqn.primitive is cond_p and not eqn.effects:
-            eqns += [_part_of(jaxpr, [eqn], [out])[0].eqns[0] for out in eqn.outvars]
-        else:
-            eqns.append(eqn)
-    return with_needed_equations(jaxpr.replace(eqns=eqns))
+        arrays = {n: empty(v) if values[v] is None else values[v] for n, v in inputs.items()}
+        reads = {n for n, v in inputs.items() if v in self.on_host and (v, placed.rows) in taken}
+        return Stream(placed, arrays, reads, compute)

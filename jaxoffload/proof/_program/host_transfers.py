@@ -14,7 +14,7 @@ from ..._engine.layers.placement import Kept
 from ..._engine.layers.segments import Segment
 from ..._engine.microbatches.interleaved import interleaved_p
 from ..._jax import nbytes, on_host
-from ..._optimizer.host_optimizer import SCOPE
+from ..._optimizer.update import SCOPE
 
 STATE = Source(None, "the state of a host_optimizer")
 

@@ -32,8 +32,8 @@ from .stream import Arrays, Stream, stream
 
 SCOPE = "host_optimizer"  # of what an update computes, in a trace
 STACK = 3  # the state of an array of so many axes, one of layers or experts, never comes to the device whole
-# Per device, of the blocks of an iteration; more only if one leaf has more. The bus waits once in each iteration for what
-# is computed of the smallest array: a loop of few large arrays would lose a tenth of its time.
+# Per device, of the blocks of an iteration; more only if one leaf has more. The bus waits in each iteration for what is
+# computed of the smallest array: a loop of few large arrays would lose a tenth of its time.
 LOOP_BYTES = 2 * 2**30
 
 # Equations, with the axes along which result and operands are rows; and values that they take from outside, with the

@@ -246,6 +246,8 @@ def cross_entropy(model: Transformer, x_BxSxD: jax.Array, targets_BxS: jax.Array
     B, S, D = x_BxSxD.shape
     P, C = batch_parts(), chunk
     scale_PxD, table_PxVxD = head(model, P, x_BxSxD.dtype)
+    if C < S or P > 1:  # the gradients of chunks and parts are summed, in float32
+        table_PxVxD = table_PxVxD.astype(jnp.float32)
     chunks = (
         jnp.moveaxis(x_BxSxD.reshape(P, B // P, S // C, C, D), 2, 0),
         jnp.moveaxis(targets_BxS.reshape(P, B // P, S // C, C), 2, 0),
@@ -265,16 +267,16 @@ def cross_entropy(model: Transformer, x_BxSxD: jax.Array, targets_BxS: jax.Array
 
 
 def head(model: Transformer, parts: int, dtype: jnp.dtype) -> tuple[jax.Array, jax.Array]:
-    """Return the last norm's scale and the unembedding, copied for each part of the batch: (parts, ...) float32.
+    """Return the last norm's scale, float32, and the unembedding in `dtype`, copied for each part of the batch.
 
     So each part has weights of its own, which are gathered once, here. Their gradients are summed over the chunks part
     by part, and over the parts once, at the end: within the loop over chunks only the tensor axis communicates.
     """
     table_VxD = (model.embedding_VxD if model.config.tied_embeddings else model.unembedding_VxD)[...]
-    # Rounded before it is gathered, which halves what is sent; then float32, in which the chunks' gradients are summed.
+    # Rounded before it is gathered, which halves what is sent.
     table_PxVxD = jnp.broadcast_to(table_VxD.astype(dtype)[None], (parts, *table_VxD.shape))
     scale_PxD = jnp.broadcast_to(model.norm.scale_D[None], (parts, *model.norm.scale_D.shape))
-    return constrain(scale_PxD, "last_norm"), constrain(table_PxVxD, "unembedding").astype(jnp.float32)
+    return constrain(scale_PxD, "last_norm"), constrain(table_PxVxD, "unembedding")
 
 
 def matmul_params(config: Model) -> int:

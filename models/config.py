@@ -35,9 +35,7 @@ class Experts:
     d_expert: int = 512  # width of each expert's gate, up and activation
     shared_experts: int = 0  # experts that all tokens go through, d_expert each
     dense_layers: int = 0  # how many of the first layers have an MLP instead of experts
-    router: Literal["softmax", "sigmoid"] = "softmax"  # how logits become scores
     renormalize: bool = True  # the chosen experts' scores are divided by their sum
-    route_scale: float = 1.0  # then multiplied by this
     aux_loss: float = 0.0  # weight of the load-balancing loss
     z_loss: float = 0.0  # weight of the mean of logsumexp(router logits)^2
     grouped: Literal["auto", "te", "mosaic", "ragged"] = "auto"  # backend of jaxoffload.grouped.grouped_matmul
@@ -57,7 +55,6 @@ class Model(Experts):
     head_dim: int | None = None  # None: d_model / heads
     qk_norm: bool = False  # RMSNorm of each query and key head, before RoPE
     d_ff: int = 512  # width of the MLP's gate, up and activation
-    activation: Literal["swiglu", "geglu"] = "swiglu"  # of the MLP and of experts
     rope_theta: float = 10000.0  # base of RoPE's wavelengths
     # Llama 3.1's [factor, low_freq_factor, high_freq_factor, original length]: frequencies that turn less often than
     # low_freq_factor in the original length are divided by factor; those that turn more than high_freq_factor stay.

@@ -10,7 +10,7 @@ import jaxoffload
 from jaxoffload import Policy, scope, tag
 from models.attention import Rotation, attend, rope, rotations
 from models.config import Model
-from models.moe import Balance, activate, experts
+from models.moe import Balance, experts, swiglu
 from models.sharding import batch_parts, constrain
 
 
@@ -78,11 +78,10 @@ class Attention(nnx.Module):
 
 
 class FeedForward(nnx.Module):
-    """Two matmuls with an activation between them. Residuals: SCOPE/fc1.gate, SCOPE/fc1.up, SCOPE/act, SCOPE/fc2."""
+    """Two matmuls with SwiGLU between them. Residuals: SCOPE/fc1.gate, SCOPE/fc1.up, SCOPE/act, SCOPE/fc2."""
 
     def __init__(self, config: Model, rngs: nnx.Rngs, d_ff: int):
         D, F = config.d_model, d_ff
-        self.activation = config.activation
         self.gate_DxF = weight(rngs, (D, F), ("embed", "mlp"), D**-0.5)
         self.up_DxF = weight(rngs, (D, F), ("embed", "mlp"), D**-0.5)
         self.down_FxD = weight(rngs, (F, D), ("mlp", "embed"), (2 * config.layers * F) ** -0.5)
@@ -94,7 +93,7 @@ class FeedForward(nnx.Module):
             # Two arrays, not halves of one: each leaf is contiguous, and has a decision of its own.
             fc1 = tag({"gate": x_BxSxD @ self.gate_DxF.astype(dtype), "up": x_BxSxD @ self.up_DxF.astype(dtype)}, "fc1")
             fc1 = {leaf: constrain(value, f"{name}/fc1.{leaf}") for leaf, value in fc1.items()}
-            act_BxSxF = constrain(tag(activate(fc1, self.activation), "act"), f"{name}/act")
+            act_BxSxF = constrain(tag(swiglu(fc1), "act"), f"{name}/act")
             fc2_BxSxD = tag(act_BxSxF @ self.down_FxD.astype(dtype), "fc2")
             return constrain(fc2_BxSxD, f"{name}/fc2")
 

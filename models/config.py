@@ -23,7 +23,7 @@ class ConfigError(UserError, ValueError):
     """The config cannot run. Each message is a line with the key, its value and what is allowed."""
 
     def __init__(self, *messages: str):
-        super().__init__([Problem("config", message) for message in messages])
+        super().__init__([Problem("config", " ".join(message.split())) for message in messages])
 
 
 @dataclass(frozen=True)
@@ -40,7 +40,7 @@ class Experts:
     z_loss: float = 0.0  # weight of the mean of logsumexp(router logits)^2
     grouped: Literal["auto", "te", "mosaic", "ragged"] = "auto"  # backend of jaxoffload.grouped.grouped_matmul
     quantize: Literal["fp8"] | None = None  # the experts' grouped GEMMs, with a scale per expert
-    capacity: float | None = None  # most rows sent to one device, in even shares; others are dropped
+    capacity: float | None = None  # most rows sent to a device of the expert axis, in even shares; others are dropped
 
 
 @dataclass(frozen=True)
@@ -93,13 +93,13 @@ class Remat(Policy):
 
 @dataclass(frozen=True)
 class Mesh:
-    """The number of devices along each mesh axis; the product is the number of all devices."""
+    """The number of devices along each mesh axis, the last one fastest; the product is that of all devices."""
 
+    stage: int = 1  # layers, in pipeline stages; vocabulary (docs/stages.md)
     data: int = 1  # batch rows; weights replicated
     fsdp: int = 1  # batch rows; weights and optimizer state sharded
-    tensor: int = 1  # heads, d_ff and vocabulary
     expert: int = 1  # batch rows; experts; all other weights as on fsdp
-    stage: int = 1  # layers, in pipeline stages; vocabulary (docs/stages.md)
+    tensor: int = 1  # heads, d_ff and vocabulary
 
 
 @dataclass(frozen=True)
@@ -125,7 +125,7 @@ class Train:
     loss_chunk: int | None = None
     learning_rate: float = 1e-3  # peak, after warm-up
     final_learning_rate_fraction: float = 0.1  # where the cosine ends, as a fraction of the peak
-    warmup_steps: int | None = None  # linear, from zero. None: 20, or all but the last of fewer steps
+    warmup_steps: int = 0  # linear, from zero
     beta1: float = 0.9
     beta2: float = 0.95
     weight_decay: float = 0.1  # of matrices; norms are not decayed
@@ -140,16 +140,11 @@ class Train:
     eval_batches: int = 8  # held-out batches per evaluation, if there are so many
     checkpoint_every: int = 100  # steps; a killed run loses at most this many
     tensorboard: bool = False  # also write TensorBoard's event files, to the folder tensorboard in `out`
-    verify: bool = False  # before the first step, check what is claimed of its residuals; train only if all holds
     out: str = ""  # folder of checkpoints and metrics.jsonl; empty: runs/NAME of the config file
 
     @property
     def chunk(self) -> int:
         return self.loss_chunk or max(n for n in range(1, min(self.seq_len, 256) + 1) if self.seq_len % n == 0)
-
-    @property
-    def warmup(self) -> int:
-        return min(20, self.steps - 1) if self.warmup_steps is None else self.warmup_steps
 
 
 @dataclass(frozen=True)
@@ -198,7 +193,7 @@ def load(path: str | Path, overrides: Sequence[str] = ()) -> Config:
     except FileNotFoundError:
         raise ConfigError(f"{path}: no such file{_instead(str(path), map(str, path.parent.glob('*.yaml')))}") from None
     except (OSError, ValueError, yaml.YAMLError, OmegaConfBaseException) as error:
-        raise ConfigError(f"{path}: {_one_line(error)}") from error
+        raise ConfigError(f"{path}: {error}") from error
     if not isinstance(tree, dict):
         raise ConfigError(f"{path}: must be a mapping of sections")
     problems: list[str] = []
@@ -231,7 +226,7 @@ def _override(tree: dict[str, Any], text: str, problems: list[str]) -> None:
     try:
         parsed: Any = OmegaConf.to_container(OmegaConf.from_dotlist([f"value={source}"]))
     except (ValueError, yaml.YAMLError, OmegaConfBaseException) as error:
-        problems.append(f"{section}.{key} = {source}: {_one_line(error)}")
+        problems.append(f"{section}.{key} = {source}: {error}")
         return
     target, value = tree.get(section) or {}, parsed["value"]
     if not isinstance(target, dict):
@@ -269,10 +264,6 @@ def _remat(name: str, tree: dict[str, Any], problems: list[str]) -> Remat:
     except PolicyError as error:
         problems += [f"{name}.{problem.message}" for problem in error.problems]
         return Remat()
-
-
-def _one_line(error: Exception) -> str:
-    return " ".join(str(error).split())
 
 
 def nearest(name: object, names: Iterable[str]) -> str:
@@ -338,13 +329,11 @@ def _shapes(config: Config) -> Iterator[str]:
 
 
 def _experts(config: Config) -> Iterator[str]:
-    model, mesh = config.model, config.mesh
+    model = config.model
     if not model.experts:
         for each in dataclasses.fields(Experts):
             if (value := getattr(model, each.name)) != each.default:
                 yield f"model.{each.name} = {value!r}: must not be given where model.experts = 0; the layers are dense"
-        if mesh.expert > 1:
-            yield f"mesh.expert = {mesh.expert}: must be 1 where model.experts = 0; the layers are dense"
         return
     yield from _divides(config, "mesh.expert", "model.experts")
     yield from _divides(config, "mesh.tensor", "model.d_expert")
@@ -352,8 +341,6 @@ def _experts(config: Config) -> Iterator[str]:
         yield f"model.experts_per_token = {model.experts_per_token}: must be at most model.experts = {model.experts}"
     if model.dense_layers >= model.layers:
         yield f"model.dense_layers = {model.dense_layers}: must be below model.layers = {model.layers}"
-    if model.capacity is not None and mesh.expert == 1:
-        yield f"model.capacity = {model.capacity}: must not be given where mesh.expert = 1; no rows are sent"
 
 
 def _batches(config: Config) -> Iterator[str]:
@@ -364,8 +351,8 @@ def _batches(config: Config) -> Iterator[str]:
     if train.batch_size % parts:
         factors = "train.grad_accumulation * mesh.data * mesh.fsdp * mesh.expert"
         yield f"train.batch_size = {train.batch_size}: must be a multiple of {factors} = {parts}"
-    if train.warmup >= train.steps:
-        yield f"train.warmup_steps = {train.warmup}: must be below train.steps = {train.steps}"
+    if train.warmup_steps >= train.steps:
+        yield f"train.warmup_steps = {train.warmup_steps}: must be below train.steps = {train.steps}"
 
 
 def _stages(config: Config) -> Iterator[str]:

@@ -74,7 +74,7 @@ FAMILIES = {
 }
 _LLAMA3 = ("factor", "low_freq_factor", "high_freq_factor", "original_max_position_embeddings")
 # What the model cannot represent otherwise, and what holds where a config.json, of an older transformers, says nothing.
-_ONLY = {"attention_bias": False, "mlp_bias": False, "partial_rotary_factor": 1, "decoder_sparse_step": 1}
+_ONLY = dict[str, Any](attention_bias=False, mlp_bias=False, partial_rotary_factor=1, decoder_sparse_step=1)
 _ONLY |= {"hidden_act": "silu", "mlp_only_layers": [], "quantization_config": None}
 _DEFAULTS = dict[str, Any](tie_word_embeddings=False, norm_topk_prob=False, rope_theta=10000.0)
 

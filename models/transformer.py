@@ -278,24 +278,17 @@ def head(model: Transformer, parts: int, dtype: jnp.dtype) -> tuple[jax.Array, j
     return constrain(scale_PxD, "last_norm"), constrain(table_PxVxD, "unembedding")
 
 
-def matmul_params(config: Model) -> int:
-    """Return the number of parameters that multiply each token: those of all matrices.
-
-    The unembedding counts, and the lookup of embeddings does not. With experts, the router and the chosen and shared
-    experts count.
-    """
-    D = config.d_model
-    attention = 2 * D * config.d_head * (config.heads + config.kv_heads)
-    dense = config.dense_layers if config.experts else config.layers
-    chosen = (config.experts_per_token + config.shared_experts) * config.d_expert
-    mixed = (config.layers - dense) * D * (3 * chosen + config.experts)
-    return config.layers * attention + dense * 3 * D * config.d_ff + mixed + config.vocab_size * D
-
-
 def flops_per_token(config: Model, seq_len: int) -> int:
     """Return the model FLOPs per token of a training step, forward and backward; recomputation is not counted.
 
-    6 per matmul parameter, and for causal attention 6·B·S²·(heads·head_dim) per layer and B·S tokens.
+    6 per parameter that multiplies each token, which are those of all matrices: the unembedding counts, the lookup of
+    embeddings does not, and of experts the router and the chosen and shared ones do. For causal attention,
+    6·B·S²·(heads·head_dim) per layer and B·S tokens.
     """
-    attention = 6 * seq_len * config.heads * config.d_head * config.layers
-    return 6 * matmul_params(config) + attention
+    D = config.d_model
+    projections = 2 * D * config.d_head * (config.heads + config.kv_heads)
+    dense = config.dense_layers if config.experts else config.layers
+    chosen = (config.experts_per_token + config.shared_experts) * config.d_expert
+    mixed = (config.layers - dense) * D * (3 * chosen + config.experts)
+    matrices = config.layers * projections + dense * 3 * D * config.d_ff + mixed + config.vocab_size * D
+    return 6 * matrices + 6 * seq_len * config.heads * config.d_head * config.layers

@@ -42,7 +42,7 @@ def assert_alike(config, sizes, microbatches) -> jax.stages.Compiled:
 @pytest.mark.claim("trained-interleaved")
 @pytest.mark.usefixtures("compiled_fast")
 def test_interleaved_microbatches_train_as_one_after_another_and_each_device_sums_its_share_of_the_gradients():
-    step = assert_alike(DENSE, Mesh(2, 2, 2), 4).as_text()
+    step = assert_alike(DENSE, Mesh(data=2, fsdp=2, tensor=2), 4).as_text()
     layers, D, F = 3, 32, 48  # of gate, up and down, over fsdp and tensor
     assert f"f32[{layers},{D // 2},{F // 2}]" in step
     assert f"f32[{layers},{D},{F}]" not in step and f"f32[{layers},{F},{D}]" not in step

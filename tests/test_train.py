@@ -235,7 +235,7 @@ def test_two_processes_have_the_losses_of_one_which_resumes_them(eight, config, 
 @pytest.mark.slow
 def test_two_processes_verify_a_step_together(config, tmp_path):
     verify = ("jaxoffload", "verify", "models.train:step_for")
-    for text in map(finish, two_processes(config, tmp_path, *SIMPLE[1:], program=verify)):
+    for text in map(finish, two_processes(config, tmp_path, program=verify)):
         assert text.count("holds        gradients") == text.count("holds        placement") == 2, text
         assert "fails " not in text
 

@@ -60,7 +60,7 @@ def summary(config: Config, made: Program) -> str:
         "optimizer": device_bytes(made.state.optimizer),
         "optimizer on the host": device_bytes(made.state.optimizer, "pinned_host"),
     }
-    lines += [str(table), *(f"{name:22} {in_mib(size):>14} per device" for name, size in sizes.items())]
+    lines += [str(table), *(f"{name:22} {in_mib(size):>14} per device" for name, size in sizes.items() if size)]
     return "\n".join(lines)
 
 

@@ -246,7 +246,7 @@ def _section(name: str, tree: dict[str, Any], problems: list[str]) -> Any:
     for key, value in tree.items():
         try:
             values[key] = getattr(OmegaConf.to_object(OmegaConf.merge(_SECTIONS[name], {key: value})), key)
-            allowed = _allowed(f"{name}.{key}", values[key])
+            allowed = _allowed(name, key, values[key])
         except OmegaConfBaseException as error:
             allowed = str(error).splitlines()[0]
         if allowed:
@@ -279,22 +279,18 @@ def _instead(name: object, names: Iterable[str]) -> str:
 # ---- ranges, and what must hold between keys ----
 
 
-# These may be zero; every other number is above zero.
-_MAY_BE_ZERO = {
-    *("model.experts", "model.shared_experts", "model.dense_layers", "model.aux_loss", "model.z_loss"),
-    *("train.final_learning_rate_fraction", "train.warmup_steps", "train.beta1", "train.beta2", "train.weight_decay"),
-    *("train.seed", "distributed.process_id"),
-}
-_AT_MOST = {"train.final_learning_rate_fraction": 1.0, "data.valid_fraction": 0.5, "train.seed": 2**32 - 1}
-_AT_MOST |= {"train.beta1": 0.9999, "train.beta2": 0.9999}
+# These may be zero, as may those that are by default; every other number is above zero.
+_MAY_BE_ZERO = {"beta1", "final_learning_rate_fraction", "weight_decay", "process_id"}
+_AT_MOST = {"beta1": 0.9999, "beta2": 0.9999, "valid_fraction": 0.5, "seed": 2**32 - 1}
 
 
-def _allowed(key: str, value: object) -> str | None:
+def _allowed(section: str, key: str, value: object) -> str | None:
     """Return what is allowed if a number is out of range."""
     if isinstance(value, bool) or not isinstance(value, int | float):
         return None
-    if not 0 <= value < math.inf or (value == 0 and key not in _MAY_BE_ZERO):
-        return "must be at least 0" if key in _MAY_BE_ZERO else "must be above 0"
+    may_be_zero = key in _MAY_BE_ZERO or getattr(_SECTIONS[section], key) == 0
+    if not 0 <= value < math.inf or (value == 0 and not may_be_zero):
+        return "must be at least 0" if may_be_zero else "must be above 0"
     return f"must be at most {_AT_MOST[key]}" if value > _AT_MOST.get(key, math.inf) else None
 
 

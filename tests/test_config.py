@@ -36,6 +36,7 @@ BAD_VALUES = {
     "train.out=${data.nothing}": ("train.out = '${data.nothing}': ", "not found"),
     # ranges
     "model.layers=0": ("model.layers = 0: ", "must be above 0"),
+    "model.aux_loss=-1; model.experts=4": ("model.aux_loss = -1: ", "must be at least 0"),
     "train.learning_rate=.inf": ("train.learning_rate = inf: ", "must be above 0"),
     "train.beta2=1": ("train.beta2 = 1: ", "must be at most 0.9999"),
     "data.valid_fraction=0.9": ("data.valid_fraction = 0.9: ", "must be at most 0.5"),

@@ -236,10 +236,9 @@ def test_what_cannot_be_exported_is_said(override, said, tmp_path, capsys):
 @pytest.mark.claim("new-fields")
 def test_what_a_fork_adds_is_refused_by_its_name(monkeypatch):
     fields = [(name, int | None, None) for name in ("window", "sinks")]
-    model = dataclasses.make_dataclass("Model", fields, bases=(Model,), frozen=True)
-    ours = convert.read_model(LLAMA) | {"window": 4}
-    model = model(**ours)
-    monkeypatch.setattr(convert, "Model", type(model))
+    fork = dataclasses.make_dataclass("Model", fields, bases=(Model,), frozen=True)
+    model = fork(**convert.read_model(LLAMA), window=4)
+    monkeypatch.setattr(convert, "Model", fork)
     with pytest.raises(ConfigError) as caught:
         convert.check_model(LLAMA, Config(model=model))
     assert str(caught.value) == "model.window = 4: must be None in llama's config.json"
@@ -251,20 +250,11 @@ def test_what_a_fork_adds_is_refused_by_its_name(monkeypatch):
 def test_neither_files_nor_another_model_are_mixed_up(tmp_path, capsys):
     path = written(tmp_path, MODELS["llama"])
     with_weights(path, tmp_path / "a")
-    theirs = described(tmp_path / "b", LLAMA)
-    assert (
-        main(
-            "export",
-            path,
-            described(theirs, LLAMA | {"intermediate_size": 64}),
-            f"train.out={tmp_path / 'a'}",
-            "model.d_ff=64",
-        )
-        == 2
-    )
+    out, theirs = f"train.out={tmp_path / 'a'}", described(tmp_path / "b", LLAMA | {"intermediate_size": 64})
+    assert main("export", path, theirs, out, "model.d_ff=64") == 2
     assert "model.d_ff = 64: it was 48" in capsys.readouterr().err
     (theirs / "model.safetensors").write_text("")
-    assert main("export", path, described(theirs, LLAMA), f"train.out={tmp_path / 'a'}") == 2
+    assert main("export", path, described(theirs, LLAMA), out) == 2
     assert f"{theirs}: has weights; give another folder" in capsys.readouterr().err
 
 

@@ -91,7 +91,11 @@ def numbers(tree: Any) -> Any:
 
     def of_leaf(x: Any) -> np.ndarray:
         x = jax.random.key_data(x) if jnp.issubdtype(x.dtype, jax.dtypes.prng_key) else x
-        return np.asarray(x) if x.is_fully_addressable else np.stack([np.asarray(s.data) for s in x.addressable_shards])
+        return (
+            np.asarray(x)
+            if x.is_fully_addressable
+            else np.stack([np.asarray(x.addressable_data(n)) for n in range(len(x.sharding.addressable_devices))])
+        )
 
     return jax.tree.map(of_leaf, tree)
 

@@ -3,6 +3,7 @@
 import dataclasses
 import json
 import shutil
+import sys
 from pathlib import Path
 
 import jax
@@ -273,7 +274,7 @@ def test_neither_files_nor_another_model_are_mixed_up(tmp_path, capsys):
 
 @pytest.mark.slow
 @pytest.mark.claim("converts")
-def test_training_begins_with_imported_weights(tmp_path):
+def test_training_begins_with_imported_weights(tmp_path, monkeypatch):
     for number in range(60):
         (tmp_path / f"{number}.txt").write_text(" ".join(f"{number} {n * n}" for n in range(200)))
     path = written(tmp_path, MODELS["llama"], f"data: {{path: {tmp_path}/*.txt, valid_fraction: 0.2}}")
@@ -283,8 +284,10 @@ def test_training_begins_with_imported_weights(tmp_path):
         assert train.main([*run, first, "mesh.data=4", "mesh.fsdp=2"]) == 0
         assert main("export", path, tmp_path / "theirs", first) == 0
         assert main("import", tmp_path / "theirs", path, second) == 0
-        # Another batch size than in the config that they were imported with.
-        assert train.main([*run, second, "mesh.fsdp=8", "train.steps=2"]) == 0
+        monkeypatch.setattr(train, "compile_step", lambda made: (lambda *_: sys.exit("it begins"), True))
+        with pytest.raises(SystemExit, match="it begins"):
+            # Another batch size than in the config that they were imported with.
+            train.main([*run, second, "mesh.fsdp=8", "train.steps=2"])
     valid = lambda out: {r["step"]: r["valid_loss"] for r in metrics.read(out / "metrics.jsonl") if "valid_loss" in r}
     np.testing.assert_allclose(valid(tmp_path / "b")[0], valid(tmp_path / "a")[4], rtol=1e-5)
     assert valid(tmp_path / "a")[4] < valid(tmp_path / "a")[0] - 0.1

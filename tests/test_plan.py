@@ -4,6 +4,7 @@ import dataclasses
 import functools
 import os
 import random
+import sys
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -28,6 +29,7 @@ from jaxoffload.proof._plan.costs import LayerCost, Step, priced
 from jaxoffload.proof._plan.names import UNTAGGED, pattern_of, policy_of
 from jaxoffload.proof._predict.scans import Stack, scans_in, within
 from jaxoffload.proof._program.results import trace_of
+from models import train as training
 from models.train import main as train
 
 pytestmark = pytest.mark.claim("plan")
@@ -578,19 +580,20 @@ def test_all_processes_plan_with_what_the_first_has(monkeypatch):
 
 MACHINE = str(ROOT / "machines/h200.json")
 TINY = str(ROOT / "configs/tiny.yaml")
-COMMAND = ["plan", "models.train:step_for", TINY, "--machine", MACHINE]
 
 
-@pytest.mark.slow
+def made():
+    """What a user's MODULE:FUNCTION returns."""
+    return loss, ARGS
+
+
 def test_the_command_line_prints(capsys):
-    assert main([*COMMAND, "--budget", "1GiB", "--host-budget", "0"]) == 0
+    command = ["plan", "test_plan:made", "--machine", MACHINE]
+    assert main([*command, "--budget", "1GiB", "--host-budget", "0"]) == 0
     said = capsys.readouterr().out
     assert " of 1.00 GiB" in said and "0 B of 0 B" in said and "remat:" in said
-    for more, says in (
-        (["--budget", "1GB/s"], "budget '1GB/s' is not a size"),
-        (["--budget", "1MiB"], "smallest choice needs"),
-    ):
-        assert main([*COMMAND, *more]) == 2
+    for budget, says in (("1GB/s", "budget '1GB/s' is not a size"), ("1KiB", "smallest choice needs")):
+        assert main([*command, "--budget", budget]) == 2
         error = capsys.readouterr().err
         assert says in error and "Traceback" not in error
 
@@ -612,11 +615,13 @@ def test_a_run_prints_its_plan_and_again_when_it_continues(tmp_path, capsys, mon
     monkeypatch.setenv("HOME", str(tmp_path))
     run = [TINY, *SHORT, f"remat.machine={MACHINE}", f"train.out={tmp_path}", "model.vocab_size=300"]
     run += ["remat.budget=1GiB", "remat.residuals[attn/q]=recompute"]
-    planned = []
-    for steps in (2, 4):
-        assert train([*run, f"train.steps={steps}"]) == 0
-        said = capsys.readouterr().out
-        planned.append(said[: said.index(" parameters, ")].rpartition("\n")[0])
-        assert [line for line in said.splitlines() if line.startswith("attn/q ") and "recomputed" in line]
+    assert train([*run, "train.steps=2"]) == 0
+    said = [capsys.readouterr().out]
+    monkeypatch.setattr(training, "compile_step", lambda made: sys.exit("it goes on"))
+    with pytest.raises(SystemExit, match="it goes on"):
+        train([*run, "train.steps=4"])
+    said.append(capsys.readouterr().out)
+    planned = [text[: text.index(" parameters, ")].rpartition("\n")[0] for text in said]
     assert planned[0] == planned[1] and "ms per step" in planned[0]
-    assert "from its checkpoint at step 2" in said
+    for text in said:
+        assert [line for line in text.splitlines() if line.startswith("attn/q ") and "recomputed" in line]

@@ -103,6 +103,7 @@ def test_records_hold_what_people_look_for(eight):
     assert rates[-1] < 0.11 * 1e-2  # the end of the cosine, a tenth of the peak
 
 
+@pytest.mark.slow
 def test_a_finished_run_goes_on_with_more_steps_and_interleaved_microbatches(eight, config, tmp_path, capsys):
     out = shutil.copytree(eight, tmp_path / "out")
     assert train.main([str(config), *EIGHT, f"train.out={out}", "train.steps=25", "train.grad_accumulation=2"]) == 0
@@ -118,7 +119,7 @@ def test_a_run_goes_on_with_other_stages_as_if_undisturbed(config, tmp_path, cap
     run = ("model.layers=4", "train.steps=6", "train.checkpoint_every=2", "train.eval_every=6", f"train.out={tmp_path}")
     stages = [
         ("mesh.stage=2", "mesh.data=2", "mesh.fsdp=2", "train.grad_accumulation=2"),
-        ("mesh.data=4", "mesh.fsdp=2", "train.grad_accumulation=2"),
+        ("mesh.data=4", "mesh.fsdp=2", "train.grad_accumulation=2", "train.interleave=false"),
     ]
     curves = []
     for how in stages:
@@ -323,6 +324,7 @@ def test_what_cannot_run_is_a_message_and_exit_code_2(config, tmp_path, capsys, 
     assert said in capsys.readouterr().err and not (tmp_path / "out/checkpoints").exists()
 
 
+@pytest.mark.slow
 @pytest.mark.claim("refuses-to")
 def test_a_loss_that_is_not_finite_stops_the_run_before_it_is_saved(config, tmp_path):
     rare = ("train.learning_rate=1e30", "train.log_every=100", "train.checkpoint_every=1")

@@ -116,8 +116,10 @@ class Reached(Exception):
 
 @pytest.mark.claim("document-mask")
 def test_training_masks_at_the_ends_of_documents(tmp_path, monkeypatch):
-    (tmp_path / "some.txt").write_text(" ".join(map(str, range(1000))))
-    (tmp_path / "test.yaml").write_text(f"data: {{path: {tmp_path}/*.txt, document_mask: true}}\nmesh: {{data: 8}}")
+    for number in range(60):
+        (tmp_path / f"{number}.txt").write_text(" ".join(f"{number} {n * n}" for n in range(30)))
+    text = f"data: {{path: {tmp_path}/*.txt, document_mask: true, valid_fraction: 0.2}}\nmesh: {{data: 8}}"
+    (tmp_path / "test.yaml").write_text(text)
 
     def program(config, mesh, end):
         raise Reached(end)

@@ -149,8 +149,7 @@ def test_steps_on_stages_take_the_memory_that_is_predicted(gpu, virtual_stages, 
     weight = lambda *sizes: of([None, "stage"], virtual_stages, 12, *sizes)  # 6 layers in each chunk
     weights = {"gate": weight(D, WIDE), "up": weight(D, WIDE), "out": weight(WIDE, D)}
     args = weights, of([None, "data"], microbatches, TOKENS, D)
-    found = {name: ratio(step, args, POLICIES[name]) for name in ("save", "move")}
-    assert all(abs(r - 1) < ERROR for r in found.values())
+    assert abs(ratio(step, args, POLICIES["move"]) - 1) < ERROR
 
 
 @pytest.mark.claim("plan-compiled")

@@ -58,7 +58,10 @@ def main(*arguments: object) -> int:
 
 
 @pytest.mark.claim("converts")
-@pytest.mark.parametrize("model", MODELS.values(), ids=MODELS)
+@pytest.mark.parametrize(
+    "model",
+    [pytest.param(of, id=name, marks=[pytest.mark.slow] * name.startswith("qwen")) for name, of in MODELS.items()],
+)
 def test_there_and_back_every_bit_is_the_same(model, tmp_path):
     path = written(tmp_path, model)
     params = with_weights(path, tmp_path / "a")

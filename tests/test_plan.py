@@ -243,16 +243,6 @@ def test_no_choice_that_is_looked_at_beats_the_curve(seed):
     assert all(c.host <= 3000 for c in curve)
 
 
-def test_sets_are_looked_at_from_the_least_to_all_and_back():
-    """Those that layers keep in any case are in all; each set has a unit more or less than another one."""
-    for seed in range(20):
-        step, least, free, evaluate, _ = drawn_search(seed)
-        table = looked_at(least, free, evaluate, step.stacks)
-        assert {least, least | free} <= table.keys() and all(least <= kept <= least | free for kept in table)
-        assert all(any(len(kept ^ other) == 1 for other in table) for kept in table) or not free
-        assert all(costs == evaluate(kept) for kept, costs in table.items())
-
-
 def guessed(choice, error=0, slower=1.0):
     """What `predict` would say of a choice."""
     return SimpleNamespace(

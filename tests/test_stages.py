@@ -145,6 +145,7 @@ def test_weights_that_the_loss_casts(dtype, loss_scale, virtual_stages, microbat
     assert_same_bits(jax.tree.leaves(found), jax.tree.leaves(expected))
 
 
+@pytest.mark.slow
 @pytest.mark.claim("sums-in-a-wider-dtype")
 @pytest.mark.parametrize("microbatches, virtual_stages", [(4, 2), pytest.param(13, 1, marks=pytest.mark.long)])
 def test_sums_in_a_wider_dtype(microbatches, virtual_stages):

@@ -241,15 +241,6 @@ def test_two_processes_have_the_losses_of_one_which_resumes_them(eight, config, 
 
 
 @pytest.mark.slow
-@pytest.mark.long
-def test_two_processes_resume_one(eight, config, tmp_path):
-    two_after_one = until(16, eight, tmp_path / "two_after_one")
-    first, _ = map(finish, two_processes(config, two_after_one))
-    assert "from its checkpoint at step 16" in first
-    np.testing.assert_allclose([*losses(two_after_one).values()], [*losses(eight).values()], rtol=1e-5)
-
-
-@pytest.mark.slow
 @pytest.mark.claim("lost-processes")
 def test_a_signal_to_one_process_stops_all_at_one_step_and_a_lost_one_ends_the_other(config, tmp_path):
     simple = ("mesh.data=2", "mesh.fsdp=1", "mesh.tensor=1", "model.layers=1")

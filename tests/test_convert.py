@@ -76,6 +76,7 @@ def test_there_and_back_every_bit_is_the_same(model, tmp_path):
     convert.check_model(json.loads((tmp_path / "theirs/config.json").read_text()), load(section))
 
 
+@pytest.mark.slow
 @pytest.mark.claim("converts")
 def test_masters_of_bfloat16_weights_are_imported_and_exported_bit_for_bit(tmp_path):
     path, out = written(tmp_path, MODELS["mixtral"]), f"train.out={tmp_path / 'a'}"

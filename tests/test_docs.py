@@ -33,6 +33,7 @@ def printed_by(page):
             yield out.getvalue(), shown if after != "python" and out.getvalue() else ""
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "name, blocks",
     [

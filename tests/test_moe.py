@@ -336,6 +336,7 @@ def flips(x):
     return jax.pure_callback(shifted, jax.ShapeDtypeStruct(x.shape, x.dtype), x)
 
 
+@pytest.mark.slow
 @pytest.mark.claim("routing")
 def test_recomputed_routing_damages_the_gradient():
     """This is why the rule exists. Rounding differs between forward and backward pass. Where scores are nearly equal,
@@ -546,6 +547,7 @@ def test_the_loss_that_is_told_is_the_cross_entropy():
     assert total > 1 + float(metrics["loss"])
 
 
+@pytest.mark.slow
 def test_on_several_devices_tokens_are_routed_once_and_the_exchange_is_not_repeated_where_its_rows_are_kept():
     """One all-to-all each for rows to the experts, for their weights, and for rows back; as many in the backward pass.
     The number of arriving rows is exchanged once."""

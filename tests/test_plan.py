@@ -323,7 +323,9 @@ def kept_by(policy):
 
 
 @pytest.mark.claim("plan-promises")
-@pytest.mark.parametrize("machine, host_budget", [(TOY, EVERYTHING), (SLOW, EVERYTHING), (TOY, 0)])
+@pytest.mark.parametrize(
+    "machine, host_budget", [pytest.param(TOY, EVERYTHING, marks=pytest.mark.slow), (SLOW, EVERYTHING), (TOY, 0)]
+)
 def test_promises_hold(machine, host_budget):
     recomputed = predict(loss, *ARGS, machine=machine, policy=dataclasses.replace(ALL, residuals={}))
     before = float("inf")
@@ -401,6 +403,7 @@ def test_the_claims_hold_for_what_is_planned():
 # ---- names ----
 
 
+@pytest.mark.slow
 def test_names_are_patterns_that_reproduce_the_plan():
     """Foreign names may have any character, one name may end as another one does, and a value may have two."""
 

@@ -74,7 +74,7 @@ def test_plans_take_the_time_and_the_memory_that_is_predicted():
 
 @pytest.mark.slow
 @pytest.mark.claim("plan-measured")
-@one_in(32)
+@one_in(24)
 def test_policies_take_the_time_and_the_memory_that_is_predicted(every):
     """By kind of policy: the bounds of time and memory, and of all, how many take within 8 % of the time."""
     both = compared("plans", "h200", every=every), compared("plans-h100", "h100", every=every)

@@ -177,7 +177,7 @@ def test_sums_in_a_wider_dtype(microbatches, virtual_stages):
     assert_same_bits(jax.tree.leaves(found), jax.tree.leaves(expected))
 
 
-@pytest.mark.parametrize("run", [accumulate, evaluate])
+@pytest.mark.parametrize("run", [pytest.param(accumulate, marks=pytest.mark.slow), evaluate])
 def test_negative_zeros_leave_the_stages(run):
     def layer(x, w):
         zeros = -jnp.zeros(3) * jnp.abs(x[0, 0])
@@ -566,6 +566,7 @@ def test_a_mesh_is_needed_and_its_axis_is_auto():
         accumulate(stack_of(8), stages="stage")(PARAMS, X)
 
 
+@pytest.mark.slow
 def test_a_single_stage_interleaves():
     args = PARAMS, tokens(3)
     of = lambda stack: functools.partial(language_model, stack)

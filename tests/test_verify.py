@@ -479,6 +479,7 @@ def test_a_chain_on_a_mesh_has_its_references_collectives():
     assert one(placement, of_chain, on(mesh, X, "d"), w)[0] == "holds"
 
 
+@pytest.mark.slow
 def test_more_collectives_than_the_reference_has_fail(monkeypatch):
     """Planted: what comes back from the host goes to all devices, and is sharded again."""
     mesh, real = auto_mesh(d=8), Layout.merge
@@ -490,6 +491,7 @@ def test_more_collectives_than_the_reference_has_fail(monkeypatch):
     assert found["placement"].detail.startswith("collectives give devices more than the reference's do: ")
 
 
+@pytest.mark.slow
 def test_residuals_that_are_whole_on_each_device_fail(monkeypatch):
     """Planted: what is written to a stack is gathered first."""
     mesh, real = auto_mesh(d=8), _loops.put_row

@@ -81,7 +81,7 @@ def anchor(heading):
     return re.sub(r"[^\w -]", "", heading.lower()).strip().replace(" ", "-")
 
 
-@pytest.mark.slow
+@pytest.mark.long
 @pytest.mark.skipif(not jax.__version__.startswith(SEEN), reason="the page was not written for this jax")
 @pytest.mark.parametrize("program, shown", REPRODUCTIONS)
 def test_upstream_has_the_fault(program, shown):

@@ -85,13 +85,13 @@ def metrics_of(mesh: Mesh, grad_accumulation: int = 1, end: int = END) -> dict[s
     return jax.device_get(jax.jit(made.step)(state._replace(params=params), tokens)[1])
 
 
-@pytest.mark.slow
+@pytest.mark.long
 @pytest.mark.parametrize(
     "mesh, grad_accumulation",
     [
-        pytest.param(Mesh(), 2, id="interleaved", marks=pytest.mark.long),
+        pytest.param(Mesh(), 2, id="interleaved"),
         pytest.param(Mesh(data=2, fsdp=2, tensor=2), 2, id="interleaved, sharded"),
-        pytest.param(Mesh(stage=2, fsdp=2), 2, id="stages", marks=pytest.mark.long),
+        pytest.param(Mesh(stage=2, fsdp=2), 2, id="stages"),
     ],
 )
 def test_the_mask_is_the_same_in_microbatches_on_meshes_and_on_stages(mesh, grad_accumulation):

@@ -194,7 +194,7 @@ THREE = [EVERY[27 * a + 9 * ((a + 1) % 3) + 3 * ((a + 2) % 3) + a] for a in rang
     "derivative, assignments",
     [
         pytest.param(lambda f, _=True: gradient(f, (0, 1)), THREE, id="one"),
-        pytest.param(accumulated, THREE, id="microbatches"),
+        pytest.param(accumulated, THREE, id="microbatches", marks=pytest.mark.long),
         pytest.param(lambda f, _=True: gradient(f, (0, 1)), EVERY, id="one, all", marks=pytest.mark.long),
         pytest.param(accumulated, EVERY, id="microbatches, all", marks=pytest.mark.long),
     ],

@@ -323,7 +323,7 @@ def exposed(module):
     return total
 
 
-@pytest.mark.slow
+@pytest.mark.long
 @pytest.mark.claim("scheduled-by-times")
 def test_a_step_compiled_again_with_its_times_hides_exchanges_between_experts(two_gpus, monkeypatch):
     """Mixtral's layers on two GPUs, two microbatches: same kernels, same memory, another order."""

@@ -21,6 +21,7 @@ MESHES = {
     "virtual stages, data, fsdp": (DENSE, "mesh.stage=2 mesh.data=2 mesh.fsdp=2 train.virtual_stages=2"),
     "experts, tensor": (MOE, "mesh.stage=2 mesh.expert=2 mesh.tensor=2"),
 }
+RARE = ("virtual stages, data, fsdp",)  # test_stages.py has them without the training program
 
 
 @functools.cache
@@ -42,7 +43,9 @@ def steps_of(config, *mesh):
 
 @pytest.mark.slow
 @pytest.mark.claim("stages")
-@pytest.mark.parametrize("config, mesh", MESHES.values(), ids=MESHES)
+@pytest.mark.parametrize(
+    "config, mesh", [pytest.param(*MESHES[name], id=name, marks=[pytest.mark.long] * (name in RARE)) for name in MESHES]
+)
 def test_training_on_stages_is_training_on_one_device(config, mesh):
     """Auxiliary losses, what experts drop, the norm that clips, and evaluation too."""
     with fast_compiles():

@@ -113,7 +113,7 @@ def test_a_finished_run_goes_on_with_more_steps_and_interleaved_microbatches(eig
     assert list(losses(out)) == list(range(1, 26)) and losses(out)[25] < losses(out)[4]
 
 
-@pytest.mark.slow
+@pytest.mark.long
 @pytest.mark.claim("stages")
 def test_a_run_goes_on_with_other_stages_as_if_undisturbed(config, tmp_path, capfd):
     run = ("model.layers=4", "train.steps=6", "train.checkpoint_every=2", "train.eval_every=6", f"train.out={tmp_path}")
@@ -335,7 +335,20 @@ def test_a_step_that_is_not_what_is_claimed_is_not_trained(config, tmp_path, mon
     assert not (tmp_path / "metrics.jsonl").exists()
 
 
-@pytest.mark.slow
+def test_the_optimizer_goes_to_the_host_if_the_step_does_not_fit(config, tmp_path, capsys, monkeypatch):
+    def compile_step(made):
+        kinds = {leaf.sharding.memory_kind for leaf in jax.tree.leaves(made.state.optimizer)}
+        if "pinned_host" in kinds:
+            sys.exit("on the host")
+        return None, False
+
+    monkeypatch.setattr(train, "compile_step", compile_step)
+    with pytest.raises(SystemExit, match="on the host"):
+        train.main([str(config), *SIMPLE, f"train.out={tmp_path}"])
+    assert "so the optimizer's state goes to the host" in capsys.readouterr().out
+
+
+@pytest.mark.long
 @pytest.mark.claim("optimizer-elsewhere")
 def test_a_run_goes_on_with_its_optimizer_elsewhere_and_ends_with_the_same_bits(config, tmp_path, capsys, monkeypatch):
     """`auto` finds that the step does not fit: on these devices nothing would."""

@@ -28,7 +28,7 @@ RUNS = {
 }
 
 
-RARE = "optimizer", "frameworks"
+RARE = "moe", "accumulate", "frameworks", "optimizer"
 
 
 @pytest.fixture

@@ -276,7 +276,7 @@ def test_neither_files_nor_another_model_are_mixed_up(tmp_path, capsys):
 # ---- training begins with them ----
 
 
-@pytest.mark.slow
+@pytest.mark.long
 @pytest.mark.claim("converts")
 def test_training_begins_with_imported_weights(tmp_path, monkeypatch):
     for number in range(60):

@@ -639,7 +639,10 @@ PLANTED = {
 
 @pytest.mark.slow
 @pytest.mark.claim("stages")
-@pytest.mark.parametrize("plant, groups, check, said", PLANTED.values(), ids=PLANTED)
+@pytest.mark.parametrize(
+    "plant, groups, check, said",
+    [pytest.param(*of, id=name, marks=[pytest.mark.long] * name.startswith("a slot")) for name, of in PLANTED.items()],
+)
 @pytest.mark.usefixtures("compiled_fast")
 def test_a_fault_of_stages_fails_its_claim(plant, groups, check, said, monkeypatch):
     plant(monkeypatch)

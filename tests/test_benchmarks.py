@@ -28,6 +28,9 @@ RUNS = {
 }
 
 
+RARE = "moe", "accumulate", "frameworks", "optimizer"
+
+
 @pytest.fixture
 def run(tmp_path, monkeypatch):
     """Run a benchmark as a program with these arguments, and return what it wrote."""
@@ -57,7 +60,7 @@ def groups_in(result):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("name", RUNS)
+@pytest.mark.parametrize("name", [pytest.param(n, marks=[pytest.mark.long] * (n in RARE)) for n in RUNS])
 def test_a_benchmark_runs_and_writes_one_format(name, run, capsys):
     result = run(name, RUNS[name])
     assert list(result)[:5] == ["device", "versions", "command", "commit", "shape"]
@@ -85,7 +88,7 @@ PATHS = {name: [()] for name in RUNS} | {
 }
 
 
-@pytest.mark.slow
+@pytest.mark.long
 def test_plans_run_beside_other_policies(run, tmp_path, monkeypatch):
     """And what was predicted before is written beside what was measured."""
     sizes = {"layers": 2, "seq": 512, "d_model": 64, "kv_heads": 1, "head_dim": 32, "attention": "xla"}

@@ -24,11 +24,12 @@ RUNS = {
     "stages": f"--microbatches 2 --virtual_stages 1 --modes offload --variants '{ALL}' overlap {LAYERS}",
     "frameworks": f"--modes scan {LAYERS}",
     "optimizer": f"--microbatches 2 --modes host {LAYERS}",
+    "training": "--config configs/tiny.yaml --variants train.batch_size=8 --steps 1",
     "grouped": "--rows 64 --d_in 16 --d_out 32 --groups 4 --steps 1 --rounds 1",
 }
 
 
-RARE = "moe", "accumulate", "frameworks", "optimizer"
+RARE = "moe", "accumulate", "frameworks", "optimizer", "training"
 
 
 @pytest.fixture
@@ -79,7 +80,16 @@ def test_a_benchmark_runs_and_writes_one_format(name, run, capsys):
 
 
 # Of the printed table.
-ROWS = {"dense": 2, "moe": 1, "accumulate": 2, "stages": 1, "frameworks": 2, "optimizer": 1, "grouped": 0}
+ROWS = {
+    "dense": 2,
+    "moe": 1,
+    "accumulate": 2,
+    "stages": 1,
+    "frameworks": 2,
+    "optimizer": 1,
+    "training": 1,
+    "grouped": 0,
+}
 PATHS = {name: [()] for name in RUNS} | {
     "accumulate": [("microbatches", "2")],
     "stages": [("virtual_stages", "1", "microbatches", "2")],

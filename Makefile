@@ -39,7 +39,7 @@ axlearn = aqtp attrs chex flax optax
 train: $(base)
 	$(PYTHON) -m models.train $(CONFIG) $(ARGS)
 
-# Five minutes on two cores: all except the slow tests and those that need JAX's CUDA plugin.
+# Four minutes on two cores: all except the slow tests and those that need JAX's CUDA plugin.
 test: lint
 	$(PYTHON) -m pytest $(workers) -m "not slow and not long" $(ARGS)
 

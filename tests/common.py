@@ -3,6 +3,7 @@
 import contextlib
 import os
 import signal
+import socket
 import subprocess
 import time
 from collections import Counter
@@ -220,6 +221,12 @@ def auto_mesh(**sizes: int) -> jax.sharding.Mesh:
 def inherited_flags(*flags: str, devices: int = 1) -> str:
     """Return this process's `XLA_FLAGS` and these, for a process of so many devices: the last of a name counts."""
     return " ".join([os.environ.get("XLA_FLAGS", ""), f"--xla_force_host_platform_device_count={devices}", *flags])
+
+
+def free_port() -> int:
+    with socket.socket() as probe:
+        probe.bind(("localhost", 0))
+        return probe.getsockname()[1]
 
 
 def start(arguments: Sequence[str], **options: Any) -> subprocess.Popen:

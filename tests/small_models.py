@@ -56,16 +56,3 @@ def on(config: Config, sizes: Mesh, remat: Policy | None = None, train: Any = ()
 
 def start(made: Program) -> Any:
     return jax.jit(made.init, out_shardings=shardings_of(made.state))()
-
-
-def stepped(made: Program, steps: int = 2) -> tuple[list[dict[str, float]], Any]:
-    """Return the metrics of each step, and the parameters.
-
-    The first step has a learning rate of zero; after a third, rounding could have sent a token to another expert.
-    """
-    state, step, tokens = start(made), jax.jit(made.step), jax.device_put(TOKENS, made.tokens.sharding)
-    found = []
-    for _ in range(steps):
-        state, metrics = step(state, tokens)
-        found.append({key: float(value) for key, value in metrics.items()})
-    return found, state.params

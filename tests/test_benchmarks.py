@@ -24,8 +24,12 @@ RUNS = {
     "stages": f"--microbatches 2 --virtual_stages 1 --modes offload --variants '{ALL}' overlap {LAYERS}",
     "frameworks": f"--modes scan {LAYERS}",
     "optimizer": f"--microbatches 2 --modes host {LAYERS}",
+    "training": "--config configs/tiny.yaml --variants train.batch_size=8 --steps 1",
     "grouped": "--rows 64 --d_in 16 --d_out 32 --groups 4 --steps 1 --rounds 1",
 }
+
+
+RARE = "moe", "accumulate", "frameworks", "optimizer", "training"
 
 
 @pytest.fixture
@@ -57,7 +61,7 @@ def groups_in(result):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("name", RUNS)
+@pytest.mark.parametrize("name", [pytest.param(n, marks=[pytest.mark.long] * (n in RARE)) for n in RUNS])
 def test_a_benchmark_runs_and_writes_one_format(name, run, capsys):
     result = run(name, RUNS[name])
     assert list(result)[:5] == ["device", "versions", "command", "commit", "shape"]
@@ -76,7 +80,16 @@ def test_a_benchmark_runs_and_writes_one_format(name, run, capsys):
 
 
 # Of the printed table.
-ROWS = {"dense": 2, "moe": 1, "accumulate": 2, "stages": 1, "frameworks": 2, "optimizer": 1, "grouped": 0}
+ROWS = {
+    "dense": 2,
+    "moe": 1,
+    "accumulate": 2,
+    "stages": 1,
+    "frameworks": 2,
+    "optimizer": 1,
+    "training": 1,
+    "grouped": 0,
+}
 PATHS = {name: [()] for name in RUNS} | {
     "accumulate": [("microbatches", "2")],
     "stages": [("virtual_stages", "1", "microbatches", "2")],
@@ -85,7 +98,7 @@ PATHS = {name: [()] for name in RUNS} | {
 }
 
 
-@pytest.mark.slow
+@pytest.mark.long
 def test_plans_run_beside_other_policies(run, tmp_path, monkeypatch):
     """And what was predicted before is written beside what was measured."""
     sizes = {"layers": 2, "seq": 512, "d_model": 64, "kv_heads": 1, "head_dim": 32, "attention": "xla"}

@@ -115,6 +115,7 @@ def flip(file: Path) -> None:
     file.write_bytes(content)
 
 
+@pytest.mark.slow
 @pytest.mark.claim("damage")
 @pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning")  # orbax's other reads, when one fails
 def test_a_flipped_bit_in_any_file_is_refused_or_changes_nothing(written, config, tmp_path):

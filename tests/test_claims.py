@@ -14,7 +14,20 @@ import sys
 import pytest
 from pages import CODE, COMMENT, PAGES, README, RESULTS, ROOT, TEXT, result, sections_naming, verified
 
-from benchmarks import accumulate, dense, frameworks, grouped, losses, moe, optimizer, plans, remeasure, stages, sweep
+from benchmarks import (
+    accumulate,
+    dense,
+    frameworks,
+    grouped,
+    losses,
+    moe,
+    optimizer,
+    plans,
+    remeasure,
+    stages,
+    sweep,
+    training,
+)
 from jaxoffload import Schedule
 from jaxoffload.grouped import te
 
@@ -620,7 +633,9 @@ def test_every_file_can_be_remeasured(capsys):
 
 
 PARSERS = {module.__name__.split(".")[-1]: module.parse for module in (dense, moe, accumulate, sweep, frameworks)}
-PARSERS |= {module.__name__.split(".")[-1]: module.parse for module in (grouped, losses, optimizer, stages, plans)}
+PARSERS |= {
+    module.__name__.split(".")[-1]: module.parse for module in (grouped, losses, optimizer, stages, plans, training)
+}
 
 
 CASES = moe.CASES

@@ -112,9 +112,8 @@ def at(place, shapes):
     [
         pytest.param("scan", jnp.float32, EVERY, marks=pytest.mark.slow),
         ("scan", jnp.bfloat16, NINE),
-        ("checkpoint", jnp.float32, NINE),
         ("checkpoint", jnp.bfloat16, NINE),
-        ("offload", jnp.bfloat16, NINE),
+        pytest.param("offload", jnp.bfloat16, NINE, marks=pytest.mark.slow),
     ],
 )
 def test_gradients_of_assignments_equal_the_reference(kind, dtype, every, device):

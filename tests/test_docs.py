@@ -33,6 +33,7 @@ def printed_by(page):
             yield out.getvalue(), shown if after != "python" and out.getvalue() else ""
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "name, blocks",
     [
@@ -80,7 +81,7 @@ def anchor(heading):
     return re.sub(r"[^\w -]", "", heading.lower()).strip().replace(" ", "-")
 
 
-@pytest.mark.slow
+@pytest.mark.long
 @pytest.mark.skipif(not jax.__version__.startswith(SEEN), reason="the page was not written for this jax")
 @pytest.mark.parametrize("program, shown", REPRODUCTIONS)
 def test_upstream_has_the_fault(program, shown):

@@ -774,7 +774,9 @@ def test_a_plain_grouped_gemms_residuals_are_its_arguments():
 
 @pytest.mark.slow
 @on_cpu_and_gpu
-@pytest.mark.parametrize("kind", ["checkpoint", "scan", pytest.param("chain", marks=pytest.mark.long)])
+@pytest.mark.parametrize(
+    "kind", ["scan", *(pytest.param(kind, marks=pytest.mark.long) for kind in ("checkpoint", "chain"))]
+)
 def test_quantised_residuals_saved_offloaded_or_recomputed_give_the_same_bits(kind, device):
     """Where the grouped GEMM is recomputed, the backward pass reads both copies."""
     every = [{"fc1_input": "offload", "fc1": "save"}]

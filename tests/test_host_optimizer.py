@@ -14,7 +14,18 @@ from optax import contrib
 from pages import ROOT, result
 
 from benchmarks import optimizer
-from jaxoffload import HostPoolFull, Policy, PolicyError, host_optimizer, join_masters, scan, split_masters, tag, verify
+from jaxoffload import (
+    HostPoolFull,
+    Policy,
+    PolicyError,
+    compiler_options,
+    host_optimizer,
+    join_masters,
+    scan,
+    split_masters,
+    tag,
+    verify,
+)
 from jaxoffload._engine.host.need import held_by_arguments, need_of, refuse_what_does_not_fit
 from jaxoffload._engine.jaxprs.inline import evaluate_equations
 from jaxoffload._jax import ELEMENTWISE
@@ -22,6 +33,7 @@ from jaxoffload._optimizer import placement as _placement
 from jaxoffload._optimizer import update as _update
 from jaxoffload._optimizer.rows import axes_needed, block_of
 from jaxoffload.proof import Bus, Machine, exact_options, predict
+from jaxoffload.proof._program.exact import repeatable_options
 
 ONE = SingleDeviceSharding(jax.devices()[0])
 HOST = jax.memory.Space.Host
@@ -589,6 +601,24 @@ def test_steps_take_the_time_that_is_predicted(monkeypatch):
     for mode, measured in result("optimizer")["modes"].items():
         step, args = optimizer.step_of(options, mode), optimizer.abstract(options, mode)
         assert predict(step, *args, machine=machine).step_ms == pytest.approx(measured["step_ms"], rel=0.04), mode
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("masters", [False, True])
+def test_blocks_that_take_turns_on_the_bus_have_the_bits_of_state_on_the_device(masters):
+    """In place, by DMA: stacks of even and odd numbers of layers, some of one size, and a table."""
+    shapes = {"a": (8, 512, 1024), "b": (8, 1024, 512), "c": (8, 256, 512), "odd": (5, 512, 512), "table": (1024, 512)}
+    dtype = jnp.bfloat16 if masters else jnp.float32
+
+    def after(policy):
+        params = {name: jnp.full(shape, 0.02, dtype) for name, shape in shapes.items()}
+        tx = optax.chain(optax.clip_by_global_norm(1.0), optax.adamw(1e-3))
+        ours = host_optimizer(tx, policy=policy, shardings=ONE, masters=masters)
+        where = jax.tree.map(lambda _: ONE, params), ours.state_shardings(params)
+        how = {"out_shardings": where, "compiler_options": compiler_options() | repeatable_options()}
+        return after_steps(jax.jit(ours.apply, donate_argnums=(1, 2), **how), params, ours.init(params), steps=5)
+
+    assert_equal(after(ALL), after(Policy(default="save")))
 
 
 def another_row(monkeypatch):

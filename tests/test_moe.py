@@ -30,7 +30,7 @@ from common import (
 )
 from flax import nnx
 from jax import lax
-from small_models import EXPERTS, TOKENS, on, start, stepped
+from small_models import EXPERTS, TOKENS, on, start
 
 from jaxoffload import Policy, checkpoint, residuals, scan
 from jaxoffload.grouped import te
@@ -190,8 +190,8 @@ THREE = [EVERY[27 * a + 9 * ((a + 1) % 3) + 3 * ((a + 2) % 3) + a] for a in rang
 @pytest.mark.parametrize(
     "derivative, assignments",
     [
-        pytest.param(lambda f, _=True: gradient(f, (0, 1)), NINE, id="one"),
-        pytest.param(accumulated, THREE, id="microbatches"),
+        pytest.param(lambda f, _=True: gradient(f, (0, 1)), THREE, id="one"),
+        pytest.param(accumulated, THREE, id="microbatches", marks=pytest.mark.long),
         pytest.param(lambda f, _=True: gradient(f, (0, 1)), EVERY, id="one, all", marks=pytest.mark.long),
         pytest.param(accumulated, EVERY, id="microbatches, all", marks=pytest.mark.long),
     ],
@@ -283,15 +283,29 @@ MIXED = {"moe/act.columnwise_data": "offload", "moe/act.columnwise_scale_inv": "
     ],
 )
 def test_quantised_residuals_are_decided_one_by_one_and_no_bit_changes(rules):
-    """Against plain checkpoints that save the same leaves."""
+    """Against plain checkpoints that save the same leaves, over three steps."""
     leaves = [f"{name}.{copy}" for name in ("moe/fc1_input", "moe/act") for copy in COPIES]
     leaves += ["moe/fc1.gate", "moe/fc1.up"]
     saved = [leaf for leaf in leaves if leaf in rules or leaf.rpartition(".")[0] in rules]
     run_layer = functools.partial(layer, config=FP8)
     ours = lambda x, w: scan(run_layer, x, w, policy=policy(rules, resident_layers=0))
     plain = lambda x, w: lax.scan(in_a_loop(run_layer, *saved, *ROUTING), x, w)
-    got, want = run_each([gradient(f, (0, 1)) for f in (ours, plain)], *inputs())
-    assert_same_bits(got, want)
+
+    def after_steps(f):
+        """Return the input's gradient, and the weights."""
+        move = lambda w, grad: jax.tree.map(lambda w, g: w - 0.001 * g, w, grad)
+        step = jax.jit(
+            lambda x, w: (lambda dx, dw: (dx, move(w, dw)))(*gradient(f, (0, 1))(x, w)),
+            compiler_options=exact_options(),
+        )
+        x, w = inputs()
+        for _ in range(3):
+            dx, w = step(x, w)
+        return [np.asarray(leaf) for leaf in jax.tree.leaves((dx, w))]
+
+    got = after_steps(ours)
+    assert_same_bits(got, after_steps(plain))
+    assert all(np.isfinite(leaf).all() for leaf in got)
     states = {row.names[0]: row.state for row in residuals(ours, *jax.eval_shape(inputs)) if row.names}
     moved = {leaf for leaf in saved if rules.get(leaf, rules.get(leaf.rpartition(".")[0])) == "offload"}
     # Only the forward pass uses the row-wise copies.
@@ -319,6 +333,7 @@ def flips(x):
     return jax.pure_callback(shifted, jax.ShapeDtypeStruct(x.shape, x.dtype), x)
 
 
+@pytest.mark.slow
 @pytest.mark.claim("routing")
 def test_recomputed_routing_damages_the_gradient():
     """This is why the rule exists. Rounding differs between forward and backward pass. Where scores are nearly equal,
@@ -346,26 +361,6 @@ def test_recomputed_routing_damages_the_gradient():
     ours = checkpoint(dirty, policy=policy({"moe/fc1": "save", "moe/act": "save", "moe/fc1_input": "save"}))
     assert off(of_weights(ours)) < 0.01
     assert off(of_weights(recomputed)) > 0.3
-
-
-@pytest.mark.slow
-@pytest.mark.claim("losses-of-experts", "losses")
-@pytest.mark.parametrize(
-    "config", [pytest.param(SMALL, id="bf16", marks=pytest.mark.long), pytest.param(FP8, id="fp8")]
-)
-def test_repeated_steps_with_offload_have_the_bits_of_those_with_save(config):
-    """Five steps: bfloat16 or FP8 with its scales, and integers."""
-    x, w = inputs()
-
-    def after(decision):
-        rules = dict.fromkeys(("moe/fc1_input", "moe/fc1", "moe/act"), decision)
-        f = gradient(through(rules, functools.partial(layer, config=config)), 1)
-        step = jax.jit(lambda w: jax.tree.map(lambda w, g: w - 0.001 * g, w, f(x, w)), compiler_options=exact_options())
-        return [np.asarray(leaf) for leaf in jax.tree.leaves(functools.reduce(lambda w, _: step(w), range(5), w))]
-
-    got = after("offload")
-    assert_same_bits(got, after("save"))
-    assert all(np.isfinite(leaf).all() for leaf in got)
 
 
 # ---- expert parallelism ----
@@ -414,37 +409,13 @@ def test_rows_reach_their_experts_and_come_back(room, seed, align):
     assert (room == rows) == (dropped.sum() == 0) or seed == 0
 
 
-@functools.cache
-def one_device():
-    return stepped(on(EXPERTS, Mesh()))
-
-
-@pytest.mark.slow
-@pytest.mark.claim("trains-anywhere")
-@pytest.mark.parametrize(
-    "sizes",
-    [
-        Mesh(fsdp=2, expert=2, tensor=2),
-        pytest.param(Mesh(expert=4), marks=pytest.mark.long),
-        pytest.param(Mesh(data=2, fsdp=2, tensor=2), marks=pytest.mark.long),
-    ],
-    ids=str,
-)
-def test_any_mesh_trains_as_one_device(sizes):
-    want, params = one_device()
-    got, mine = stepped(on(EXPERTS, sizes))
-    for a, b in zip(got, want, strict=True):
-        assert a.keys() == b.keys() >= {"loss", "grad_norm", "expert_load", "dropped"}
-        assert_close(a, b)
-    # Adam divides a gradient by its size: rounding of a small one is a share of the learning rate.
-    apart = 0.01 * EXPERTS.train.learning_rate
-    jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=0, atol=apart), mine, params)
+PLAIN = {"layers": 2, "dense_layers": 0, "shared_experts": 0}
 
 
 def gradients_on(sizes: Mesh, spread: float = 0.3, **overrides) -> dict[str, np.ndarray]:
     """Return the gradients of the loss of two layers with experts, at parameters far from their initial values."""
     moved = Policy({"moe/fc1_input": "offload", "moe/fc1": "offload", "moe/act": "save"}, min_offload_bytes=0)
-    made = on(EXPERTS, sizes, moved, layers=2, dense_layers=0, shared_experts=0, **overrides)
+    made = on(EXPERTS, sizes, moved, **PLAIN | overrides)
     rng = np.random.default_rng(0)
     params = jax.tree.map(lambda leaf: spread * rng.standard_normal(leaf.shape, np.float32), made.state.params)
     arguments = jax.device_put((params, TOKENS), shardings_of((made.state.params, made.microbatch)))
@@ -453,14 +424,22 @@ def gradients_on(sizes: Mesh, spread: float = 0.3, **overrides) -> dict[str, np.
 
 
 @pytest.mark.slow
+@pytest.mark.claim("trains-anywhere")
 @pytest.mark.parametrize(
-    "sizes, quantize, bound", [(Mesh(data=2, fsdp=2, expert=2), None, 1e-5), (Mesh(expert=4), "fp8", 1e-2)], ids=str
+    "sizes, quantize, bound",
+    [
+        (Mesh(fsdp=2, expert=2, tensor=2), None, 1e-5),
+        pytest.param(Mesh(data=2, fsdp=2, tensor=2), None, 1e-5, marks=pytest.mark.long),
+        (Mesh(expert=4), "fp8", 1e-2),
+    ],
+    ids=str,
 )
 def test_gradients_with_experts_on_devices_of_their_own_are_those_of_one(sizes, quantize, bound):
     """Each parameter's, within a share of its norm; about 1e-6 on the machine this was written on. In FP8 an
     intermediate value may round the other way; FP8's own error is 0.2 here. Each device scales its share of an expert's
     rows by itself, so on a mesh that splits the batch differently, FP8 also differs by its own error."""
-    off = apart(gradients_on(sizes, quantize=quantize), gradients_on(Mesh(), quantize=quantize))
+    how = {"quantize": quantize} if quantize else {"layers": 3, "dense_layers": 1, "shared_experts": 1}
+    off = apart(gradients_on(sizes, **how), gradients_on(Mesh(), **how))
     assert max(off.values()) < bound, off
 
 
@@ -549,16 +528,14 @@ def test_experts_on_devices_of_their_own_with_64_bits_enabled():
 @pytest.mark.slow
 @pytest.mark.claim("no-token-dropped")
 def test_capacity_drops_rows_and_counts_them():
-    want, _ = one_device()
-    whole, _ = stepped(on(EXPERTS, Mesh(expert=4), capacity=4.0))  # each device may send all its rows to one device
-    some, _ = stepped(on(EXPERTS, Mesh(expert=4), capacity=1.0))
-    assert [row["loss"] for row in whole] == pytest.approx([row["loss"] for row in want], rel=1e-5)
-    assert all(row["dropped"] == 0 for row in whole) and all(0.01 < row["dropped"] < 0.5 for row in some)
+    made = on(EXPERTS, Mesh(expert=4), capacity=1.0, **PLAIN)
+    _, metrics = jax.jit(made.step)(start(made), jax.device_put(TOKENS, made.tokens.sharding))
+    assert 0.01 < metrics["dropped"] < 0.5
 
 
 @pytest.mark.slow
 def test_the_loss_that_is_told_is_the_cross_entropy():
-    made = on(EXPERTS, Mesh(), aux_loss=1.0, z_loss=1.0)
+    made = on(EXPERTS, Mesh(), aux_loss=1.0, z_loss=1.0, **PLAIN)
     state, tokens = start(made), jax.device_put(TOKENS, made.tokens.sharding)
     _, metrics = jax.jit(made.step)(state, tokens)
     judged, total = map(float, jax.jit(lambda *args: (made.evaluate(*args), made.loss(*args)))(state.params, tokens))
@@ -567,13 +544,13 @@ def test_the_loss_that_is_told_is_the_cross_entropy():
     assert total > 1 + float(metrics["loss"])
 
 
+@pytest.mark.slow
 def test_on_several_devices_tokens_are_routed_once_and_the_exchange_is_not_repeated_where_its_rows_are_kept():
     """One all-to-all each for rows to the experts, for their weights, and for rows back; as many in the backward pass.
     The number of arriving rows is exchanged once."""
 
     def found(rules, quantize=None):
-        plain = {"layers": 2, "dense_layers": 0, "shared_experts": 0, "quantize": quantize}
-        made = on(EXPERTS, Mesh(expert=4), Policy(rules, min_offload_bytes=0), **plain)
+        made = on(EXPERTS, Mesh(expert=4), Policy(rules, min_offload_bytes=0), quantize=quantize, **PLAIN)
         jaxpr = jax.make_jaxpr(jax.grad(made.loss))(made.state.params, made.microbatch)
         sent = [eqn.outvars[0].aval for eqn in equations(jaxpr) if eqn.primitive.name == "all_to_all"]
         what = {EXPERTS.model.d_model: "rows", 1: "weights", EXPERTS.model.experts // 4: "sizes"}

@@ -74,7 +74,7 @@ def test_plans_take_the_time_and_the_memory_that_is_predicted():
 
 @pytest.mark.slow
 @pytest.mark.claim("plan-measured")
-@one_in(16)
+@one_in(24)
 def test_policies_take_the_time_and_the_memory_that_is_predicted(every):
     """By kind of policy: the bounds of time and memory, and of all, how many take within 8 % of the time."""
     both = compared("plans", "h200", every=every), compared("plans-h100", "h100", every=every)
@@ -154,7 +154,7 @@ def test_what_xla_plans_is_the_allocators_peak():
 
 @pytest.mark.slow
 @pytest.mark.claim("plan-stages")
-@one_in(5)
+@one_in(10)
 def test_steps_on_two_gpus_take_the_time_and_the_memory_that_is_predicted(every, monkeypatch):
     """Of results/stages.json, with what `machine` measured on such GPUs on another day."""
     measured, machine, ran = result("stages"), described("h100"), []

@@ -14,7 +14,6 @@ from jax.sharding import PartitionSpec as P
 
 from jaxoffload import Policy, accumulate, chain, residuals, scan, tag
 from jaxoffload._engine.host.need import need_of
-from jaxoffload._engine.jaxprs.flat import straight
 from jaxoffload._engine.microbatches import by_layers
 from jaxoffload.proof import Bus, Link, Machine, predict
 from jaxoffload.proof._command import main
@@ -406,7 +405,6 @@ def need(f, *args, donated=False):
 
 X, W = of(64, 32), of(32, 256)
 STREAM, WIDE, SCALARS = 4 * 64 * 32, 4 * 64 * 256, 8
-HOST, DEVICE = jax.memory.Space.Host, jax.memory.Space.Device
 
 
 def test_what_is_fused_is_not_stored_and_what_lives_at_once_is():
@@ -417,43 +415,6 @@ def test_what_is_fused_is_not_stored_and_what_lives_at_once_is():
     assert need(lambda x: (x.reshape(32, 64), x), X) == 0  # views
     branches = lambda x, w: lax.cond(x[0, 0] > 0, lambda x: x @ w, lambda x: jnp.sin(x @ w) @ w.T @ w, x)
     assert need(branches, X, W) == WIDE + STREAM  # of the larger branch, with its result
-
-
-def test_what_is_donated_or_carried_is_written_in_place():
-    assert (need(lambda x: 2 * x, X), need(lambda x: 2 * x, X, donated=True)) == (STREAM, 0)
-    assert need(lambda x: (2 * x, 3 * x), X, donated=True) == STREAM  # only one of them takes its place
-    loop = lambda x, w: lax.scan(lambda c, _: (jnp.sin(c @ w) @ w.T, None), x, None, length=3)[0]
-    assert need(loop, X, W) == WIDE + STREAM
-    assert need(lambda x: lax.fori_loop(0, 3, lambda _, c: 2 * c, x + 1), X) - STREAM < SCALARS
-    rows = lambda x: lax.scan(lambda c, _: (c, c @ c.T), x, None, length=3)[1]
-    assert need(rows, X) - (3 + 1) * 4 * 64 * 64 < SCALARS  # all of them, and that of this iteration
-    # A value that is updated is written where it was, in a loop too.
-    square, stack = of(64, 64), of(8 * 64, 64)
-    into = lambda c, x: lax.dynamic_update_slice(c, x @ x, (0, 0))
-    assert need(into, stack, square, donated=True) == 4 * 64 * 64
-    filled = lambda c, x: lax.fori_loop(0, 8, lambda i, c: lax.dynamic_update_slice(c, x @ x, (64 * i, 0)), c)
-    assert need(filled, stack, square, donated=True) - 4 * 64 * 64 < SCALARS
-    assert need(filled, stack, square) - (8 + 1) * 4 * 64 * 64 < SCALARS
-
-
-def test_what_is_on_the_host_takes_none():
-    there_and_back = lambda x, w: jax.device_put(jnp.sin(jax.device_put(x @ w, HOST)), DEVICE)
-    assert need(lambda x, w: jax.device_put(x @ w, HOST), X, W) == need(there_and_back, X, W) == WIDE
-
-
-def test_nothing_is_fused_across_an_optimization_barrier():
-    """A sum over several matmuls holds all of them, unless a barrier ends each addition."""
-
-    def f(fence, x, w):
-        def add(total, x):
-            for _ in range(4):
-                total, x = fence((total + x @ w, jnp.sin(x)))
-            return total, x
-
-        return lax.scan(lambda state, _: (add(*state), None), (x @ w, x), None, length=2)[0]
-
-    found = [need(functools.partial(f, fence), X, of(32, 32)) for fence in (lambda x: x, lax.optimization_barrier)]
-    assert found == [6 * STREAM, 3 * STREAM]
 
 
 def test_values_are_divided_as_constraints_and_shard_maps_say():
@@ -473,21 +434,6 @@ def test_values_are_divided_as_constraints_and_shard_maps_say():
 
 
 AB = AbstractMesh((4, 2), ("a", "b"), axis_types=(AxisType.Auto,) * 2)
-
-
-def test_constraints_and_shard_maps_say_how_values_are_divided_and_no_more():
-    whole, over_both = P(), NamedSharding(AB, P(("a", "b")))
-    mean = jax.shard_map(lambda x: lax.pmean(x, "a"), mesh=AB, in_specs=P("a"), out_specs=whole)
-    scaled = jax.shard_map(lambda x, m: x * jnp.sum(m), mesh=AB, in_specs=(P("a"), whole), out_specs=P("a"))
-    # What one made is whole on each device in there, where an argument with as many rows is divided.
-    assert straight(jax.make_jaxpr(lambda x, y: scaled(y, mean(x)))(of(32), of(8))).rows == {32: 4, 8: 4}
-    sine = lambda x: jax.shard_map(jnp.sin, mesh=AB, in_specs=P("a"), out_specs=P("a"))(x)
-    program = straight(jax.make_jaxpr(lambda x: lax.with_sharding_constraint(sine(x), over_both))(X))
-    assert program.share(program.outputs[0]) == STREAM // 8
-    inside = jax.shard_map(jnp.sin, mesh=AB, in_specs=whole, out_specs=whole, axis_names={"b"}, check_vma=False)
-    over_a = lambda x: inside(x) + lax.with_sharding_constraint(2 * x, NamedSharding(AB, P("a")))
-    program = straight(jax.make_jaxpr(over_a)(X))  # one over some axes does not say that others divide nothing
-    assert program.share(program.inputs[0]) == STREAM // 4
 
 
 @pytest.mark.parametrize("fields", [{}, {"resident_layers": 0}, {"offload_layers": 2}], ids=str)

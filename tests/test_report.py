@@ -5,8 +5,7 @@ import pytest
 from common import ROOT
 
 import jaxoffload
-from jaxoffload import HostPoolFull
-from models.budget import report, summary
+from models.budget import report
 from models.config import load
 from models.sharding import abstract_mesh
 from models.step import program, traceable
@@ -91,7 +90,7 @@ def test_the_report_predicts_the_step_of_a_machine_that_was_measured():
     "name, overrides, stacks, words",
     [
         ("tiny", ["remat.resident_layers=0"], 1, "offload_layers"),
-        ("tiny", ["remat.resident_layers=0", *FOUR], 2, "two microbatches"),
+        pytest.param("tiny", ["remat.resident_layers=0", *FOUR], 2, "two microbatches", marks=pytest.mark.slow),
         # Two dense layers, then three with experts: each stack fits alone.
         pytest.param(
             *(
@@ -116,5 +115,3 @@ def test_stacks_that_do_not_fit_together_are_refused_before_anything_is_compiled
     capsys.readouterr()
     assert main([f"{CONFIGS}/{name}.yaml", *overrides, "--report"]) == 2
     assert words in capsys.readouterr().err
-    with pytest.raises(HostPoolFull):
-        summary(config, made)

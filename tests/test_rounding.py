@@ -116,12 +116,9 @@ def test_layers_in_other_peoples_styles_have_their_references_gradients(dtype, d
     assert not differ or (device == "gpu" and rounding(results, reference, run, target.arrays)[0] < LIMIT)
 
 
+@pytest.mark.long
 @pytest.mark.claim("by-rounding")
-@pytest.mark.parametrize(
-    "plant",
-    [a_host_write_is_skipped, pytest.param(rows_in_wrong_order, marks=pytest.mark.long)],
-    ids=lambda f: f.__name__,
-)
+@pytest.mark.parametrize("plant", [a_host_write_is_skipped, rows_in_wrong_order], ids=lambda f: f.__name__)
 def test_a_planted_fault_exceeds_rounding_in_each_of_them(plant, monkeypatch):
     target = target_of(lambda args: sum(losses(args)), (arguments(jnp.float32),))
     run = compiled(as_reference(target.run), target.arrays, exact_options())

@@ -126,6 +126,7 @@ def test_no_sum_of_gradients_is_copied(gpu, microbatches):
     assert not sums.findall(module.as_text())
 
 
+@pytest.mark.long
 def test_a_round_more_makes_the_program_no_larger(gpu):
     """A loop over ticks has those of one round of slots. XLA does not double-buffer it: it would copy what the branches
     of the second half return."""

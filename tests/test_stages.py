@@ -111,7 +111,8 @@ HALF = {
 
 @pytest.mark.slow
 @pytest.mark.parametrize(
-    "dtype, loss_scale, virtual_stages, microbatches", [(jnp.float16, 2.0**13, 1, 16), (jnp.bfloat16, 1.0, 2, 4)]
+    "dtype, loss_scale, virtual_stages, microbatches",
+    [(jnp.float16, 2.0**13, 1, 16), pytest.param(jnp.bfloat16, 1.0, 2, 4, marks=pytest.mark.long)],
 )
 def test_weights_that_the_loss_casts(dtype, loss_scale, virtual_stages, microbatches):
     """Gradients are sums in the parameters' dtype: those of a loss with a scale are beyond float16's range."""
@@ -144,6 +145,7 @@ def test_weights_that_the_loss_casts(dtype, loss_scale, virtual_stages, microbat
     assert_same_bits(jax.tree.leaves(found), jax.tree.leaves(expected))
 
 
+@pytest.mark.slow
 @pytest.mark.claim("sums-in-a-wider-dtype")
 @pytest.mark.parametrize("microbatches, virtual_stages", [(4, 2), pytest.param(13, 1, marks=pytest.mark.long)])
 def test_sums_in_a_wider_dtype(microbatches, virtual_stages):
@@ -175,7 +177,7 @@ def test_sums_in_a_wider_dtype(microbatches, virtual_stages):
     assert_same_bits(jax.tree.leaves(found), jax.tree.leaves(expected))
 
 
-@pytest.mark.parametrize("run", [accumulate, evaluate])
+@pytest.mark.parametrize("run", [pytest.param(accumulate, marks=pytest.mark.slow), evaluate])
 def test_negative_zeros_leave_the_stages(run):
     def layer(x, w):
         zeros = -jnp.zeros(3) * jnp.abs(x[0, 0])
@@ -564,6 +566,7 @@ def test_a_mesh_is_needed_and_its_axis_is_auto():
         accumulate(stack_of(8), stages="stage")(PARAMS, X)
 
 
+@pytest.mark.slow
 def test_a_single_stage_interleaves():
     args = PARAMS, tokens(3)
     of = lambda stack: functools.partial(language_model, stack)
@@ -582,7 +585,7 @@ def in_groups(params, tokens):
     return language_model(ours, jax.tree_util.tree_map_with_path(in_order, params), tokens)
 
 
-def staged(groups, microbatches=6, stages=2):
+def staged(groups, microbatches=3, stages=2):
     """A step on two stages with two virtual stages, or on four, and its arguments, layers in groups for these or not; a
     context."""
     mesh = jax.make_mesh((stages,), ("stage",), (AxisType.Auto,), devices=jax.devices()[:stages])
@@ -606,8 +609,8 @@ def test_what_is_claimed_of_a_step_on_stages_holds():
     held = {claim for claim, check in checks.items() if check.verdict == "holds"}
     assert held == {"gradients", "conservation", "moves", "producers", "placement", "repeats"}
     assert "each stage has 8 slots" in checks["conservation"].detail
-    # In 12 ticks activations are sent on, and in as many cotangents back: two arrays each.
-    assert checks["placement"].detail.startswith("48 arrays are sent to neighbours, as the traced step asks;")
+    # In 7 ticks activations are sent on, and in as many cotangents back: two arrays each.
+    assert checks["placement"].detail.startswith("28 arrays are sent to neighbours, as the traced step asks;")
 
 
 def a_slot_of_another_microbatch(monkeypatch):
@@ -636,7 +639,10 @@ PLANTED = {
 
 @pytest.mark.slow
 @pytest.mark.claim("stages")
-@pytest.mark.parametrize("plant, groups, check, said", PLANTED.values(), ids=PLANTED)
+@pytest.mark.parametrize(
+    "plant, groups, check, said",
+    [pytest.param(*of, id=name, marks=[pytest.mark.long] * name.startswith("a slot")) for name, of in PLANTED.items()],
+)
 @pytest.mark.usefixtures("compiled_fast")
 def test_a_fault_of_stages_fails_its_claim(plant, groups, check, said, monkeypatch):
     plant(monkeypatch)

@@ -7,13 +7,14 @@ import json
 import os
 import re
 import runpy
+import subprocess
 import sys
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from common import ROOT, auto_mesh, needs_te, normal
+from common import ROOT, auto_mesh, finish, free_port, inherited_flags, needs_te, normal, start
 from faults import a_host_write_is_skipped, rows_in_wrong_order
 from jax import lax
 from jax.ad_checkpoint import checkpoint_name
@@ -478,6 +479,7 @@ def test_a_chain_on_a_mesh_has_its_references_collectives():
     assert one(placement, of_chain, on(mesh, X, "d"), w)[0] == "holds"
 
 
+@pytest.mark.slow
 def test_more_collectives_than_the_reference_has_fail(monkeypatch):
     """Planted: what comes back from the host goes to all devices, and is sharded again."""
     mesh, real = auto_mesh(d=8), Layout.merge
@@ -489,6 +491,7 @@ def test_more_collectives_than_the_reference_has_fail(monkeypatch):
     assert found["placement"].detail.startswith("collectives give devices more than the reference's do: ")
 
 
+@pytest.mark.slow
 def test_residuals_that_are_whole_on_each_device_fail(monkeypatch):
     """Planted: what is written to a stack is gathered first."""
     mesh, real = auto_mesh(d=8), _loops.put_row
@@ -696,6 +699,35 @@ def test_a_profile_has_each_residuals_copies():
         moves = [m for m in found.moves if m.direction == direction]
         assert 7 <= len(moves) <= 8, found  # and a padding row
         assert {m.residual for m in moves} == {"fc1"} and {m.bytes for m in moves} == {4096 * 2048 * 2}
+
+
+# --- processes
+
+ONE_OF_TWO = """
+import sys
+import jax, jax.numpy as jnp
+from jax.sharding import NamedSharding, PartitionSpec as P
+from jaxoffload import Policy, scan, tag, verify
+
+jax.distributed.initialize(f"localhost:{sys.argv[1]}", 2, int(sys.argv[2]))
+mesh = jax.make_mesh((2,), ("data",), (jax.sharding.AxisType.Auto,))
+shape = lambda spec, *sizes: jax.ShapeDtypeStruct(sizes, jnp.float32, sharding=NamedSharding(mesh, spec))
+layer = lambda x, w: (jnp.tanh(tag(x @ w, "fc1")), None)
+loss = lambda w, x: jnp.sum(scan(layer, x, w, policy=Policy({"fc1": "offload"}, min_offload_bytes=0))[0] ** 2)
+for f in (loss, lambda w, x: w - jax.grad(loss)(w, x)):
+    print(verify(f, shape(P(), 3, 8, 8), shape(P("data"), 4, 8)))
+"""
+
+
+@pytest.mark.slow
+def test_processes_with_one_device_each_verify_together():
+    port, environment = str(free_port()), os.environ | {"JAX_PLATFORMS": "cpu", "XLA_FLAGS": inherited_flags()}
+    pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.STDOUT, "text": True}
+    run = lambda n: start([sys.executable, "-c", ONE_OF_TWO, port, str(n)], cwd=ROOT, env=environment, **pipes)
+    for said in map(finish, [run(0), run(1)]):
+        assert (
+            said.count("holds        gradients") == said.count("holds        placement") == 2 and "fails " not in said
+        )
 
 
 # --- the command line

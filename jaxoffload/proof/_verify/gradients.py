@@ -91,7 +91,11 @@ def numbers(tree: Any) -> Any:
 
     def of_leaf(x: Any) -> np.ndarray:
         x = jax.random.key_data(x) if jnp.issubdtype(x.dtype, jax.dtypes.prng_key) else x
-        return np.asarray(x) if x.is_fully_addressable else np.stack([np.asarray(s.data) for s in x.addressable_shards])
+        if x.is_fully_addressable:
+            return np.asarray(x)
+        # Of an array with one shard here, `addressable_shards` can raise an error that speaks of two.
+        here = range(len(x.sharding.addressable_devices))
+        return np.stack([np.asarray(x.addressable_data(n)) for n in here])
 
     return jax.tree.map(of_leaf, tree)
 

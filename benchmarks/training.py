@@ -1,0 +1,100 @@
+"""The training program's step at the sizes of a config: time, memory, utilisation, and the losses of a batch.
+
+    python -m benchmarks.training [--config configs/llama3-8b-one-gpu.yaml] [--variants "" "KEY=VALUE ..."] [--out FILE]
+
+Each variant overrides keys of the config, separated by spaces, and has a state of its own, so they run one after
+another. All steps have one batch of random tokens, so that their losses fall.
+"""
+
+import argparse
+import dataclasses
+import functools
+import math
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+
+from benchmarks import bench
+from benchmarks.bench import GIB, cells, markdown
+from jaxoffload import compiler_options
+from jaxoffload.proof import memory_plan
+from models.config import Config, load
+from models.sharding import make_mesh
+from models.step import Program, program, shardings_of
+from models.train import limit_pinned_memory
+from models.transformer import flops_per_token
+
+
+def devices_of(config: Config) -> int:
+    return math.prod(dataclasses.astuple(config.mesh))
+
+
+def lowered(made: Program) -> jax.stages.Lowered:
+    """Return the lowered step, (state, tokens) -> (state, loss), which updates the state in place."""
+
+    def step(state: Any, tokens: Any) -> tuple[Any, Any]:
+        state, metrics = made.step(state, tokens)
+        return state, metrics["loss"]
+
+    where: dict[str, Any] = {"out_shardings": (shardings_of(made.state), None)}
+    where["in_shardings"] = shardings_of((made.state, made.tokens))
+    return jax.jit(step, donate_argnums=0, compiler_options=compiler_options(), **where).lower(made.state, made.tokens)
+
+
+def telling_losses(step: bench.Step) -> bench.Step:
+    """Return a step, (state, tokens) -> (state, tokens), that adds each loss to its facts."""
+    run, losses = step.run, step.facts.setdefault("losses", [])
+
+    def tell(state: Any, tokens: Any) -> tuple[Any, Any]:
+        state, loss = run(state, tokens)
+        losses.append(round(float(loss), 4))
+        return state, tokens
+
+    return step._replace(run=tell) if run else step
+
+
+def initial(config: Config, made: Program) -> tuple[Any, Any]:
+    """Return the first state, and random tokens."""
+    state = jax.jit(made.init, out_shardings=shardings_of(made.state))()
+    draw = functools.partial(jax.random.randint, minval=0, maxval=config.model.vocab_size, dtype=jnp.int32)
+    of_key = lambda: draw(jax.random.key(1), made.tokens.shape)
+    return state, jax.jit(of_key, out_shardings=made.tokens.sharding)()
+
+
+def groups(options: argparse.Namespace) -> Iterator[bench.Group]:
+    for variant in options.variants:
+        config = load(options.config, variant.split())
+        made = program(config, make_mesh(config.mesh, jax.devices()[: devices_of(config)]))
+        step = bench.compiled(lowered(made))
+        if step.run and (plan := memory_plan(step.run)):
+            step.facts["host_state_gib"] = round(plan.host_argument_size_in_bytes / GIB, 4)
+        tokens = step.facts["tokens"] = config.train.batch_size * config.train.seq_len
+        flops = tokens * flops_per_token(config.model, config.train.seq_len) / devices_of(config)
+        make: Callable[[], Any] = functools.partial(initial, config, made)
+        yield bench.Group((), {(variant or "as it is", "defaults"): telling_losses(step)}, make, flops, 1)
+
+
+def ratios(modes: dict[str, Any], options: argparse.Namespace) -> dict[str, float]:
+    """Return tokens per second of each variant, in thousands."""
+    return {name: round(of["tokens"] / of["ms"], 3) for name, of in modes.items() if "ms" in of}
+
+
+def table(result: dict[str, Any]) -> str:
+    """Return the results as a Markdown table."""
+    head = ("", "step", "temporary device memory", "model FLOP utilisation")
+    return markdown(head, *([name, *cells(of)] for name, of in result["modes"].items() if "ms" in of))
+
+
+def parse() -> argparse.Namespace:
+    more = {"config": "configs/llama3-8b-one-gpu.yaml", "variants": [""], "rounds": 0}
+    return bench.parser(__doc__, "training", **more).parse_args()
+
+
+if __name__ == "__main__":
+    limit_pinned_memory()
+    bench.prepare()
+    options = parse()
+    devices = devices_of(load(options.config, options.variants[0].split()))
+    print(table(bench.main("training", options, groups, ratios, devices, shape={"config": options.config})))

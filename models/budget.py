@@ -1,4 +1,4 @@
-"""What a config needs: its residuals, their bytes beside those of the state, and the policy planned for a budget."""
+"""What a config needs: its residuals, the bytes of the state, and the policy planned for a budget."""
 
 import math
 from dataclasses import asdict, replace
@@ -6,7 +6,6 @@ from pathlib import Path
 from typing import Any
 
 import jax
-import jax.numpy as jnp
 
 import jaxoffload
 from jaxoffload import Schedule, proof
@@ -24,10 +23,10 @@ def report(config: Config) -> str:
     Raises:
       UserError: the config cannot run.
     """
-    traced, mesh = traceable(config), abstract_mesh(config.mesh)
-    traced, plan = planned(traced, mesh)
-    made = program(traced, mesh)
-    lines = [*([str(plan)] if plan else []), summary(traced, made)]
+    mesh = abstract_mesh(config.mesh)
+    config, plan = planned(traceable(config), mesh)
+    made = program(config, mesh)
+    lines = [*([str(plan)] if plan else []), summary(config, made)]
     if file := config.remat.machine:
         machine = proof.Machine.from_json(Path(file).read_text())
         lines.append(str(proof.predict(made.step, made.state, made.tokens, machine=machine)))
@@ -35,7 +34,7 @@ def report(config: Config) -> str:
 
 
 def summary(config: Config, made: Program) -> str:
-    """Return the residual table of a microbatch, and the bytes on each device of the state and of all residuals.
+    """Return the residual table of a microbatch, and the bytes on each device of the state.
 
     Raises:
       UserError: the policy does not fit the model or this machine.
@@ -45,16 +44,6 @@ def summary(config: Config, made: Program) -> str:
     alone = of_one_stage(config)
     jaxoffload.check(made.step, made.state, made.tokens, policy=config.remat)
     table = jaxoffload.residuals(alone.loss, alone.state.params, alone.microbatch)
-    interleaved = stages > 1 or (may_interleave(train) and table.host_bytes > 0)
-
-    def at_once(state: str) -> float:
-        """Of layers, those of two interleaved microbatches, or of a stage's slots: a chunk of the layers in each."""
-        times = schedule.slots if stages > 1 else 2 if interleaved else 1
-        rows = [row for row in table if row.state == state]
-        share = lambda row: times / schedule.chunks if row.layers > 1 else times if row.names else 1
-        return sum(row.bytes_per_device * share(row) for row in rows)
-
-    in_float32 = jax.tree.map(lambda x: x.update(dtype=jnp.float32), made.state.params)  # several are summed so
     count = sum(math.prod(leaf.shape) for leaf in jax.tree.leaves(made.state.params))
     lines = [f"{count:,} parameters, {flops_per_token(config.model, train.seq_len) / 1e9:.3g} GFLOP per token"]
     if stages > 1:
@@ -64,20 +53,14 @@ def summary(config: Config, made: Program) -> str:
         ]
         lines += ["the table is of one microbatch, as if the devices of one stage ran all layers"]
     elif schedule.microbatches > 1:
-        how = "interleaved" if interleaved else "one after another"
+        how = "interleaved" if may_interleave(train) and table.host_bytes > 0 else "one after another"
         lines += [f"{schedule.microbatches} microbatches {how}; the table is of one"]
     sizes = {
         "parameters": device_bytes(made.state.params),
-        "gradients": device_bytes(made.state.params if schedule.microbatches == 1 else in_float32),
         "optimizer": device_bytes(made.state.optimizer),
-        "residuals on the device": at_once("saved"),
-        "residuals on the host": at_once("offloaded"),
+        "optimizer on the host": device_bytes(made.state.optimizer, "pinned_host"),
     }
-    if state := device_bytes(made.state.optimizer, "pinned_host"):
-        sizes["optimizer on the host"] = state
-    lines += [str(table), *(f"{name:24} {in_mib(size):>14} per device" for name, size in sizes.items())]
-    if (pinned := (state + sizes["residuals on the host"]) / 2**30) > 1:
-        lines += [f"starting takes about {pinned:.0f} s longer, in which host memory is pinned, once"]
+    lines += [str(table), *(f"{name:22} {in_mib(size):>14} per device" for name, size in sizes.items() if size)]
     return "\n".join(lines)
 
 
@@ -108,7 +91,7 @@ def planned(config: Config, mesh: AnyMesh) -> tuple[Config, jaxoffload.Plan | No
     if remat.budget is None:
         return config, None
     made = program(config, mesh)
-    budget, host_budget = (None if size == "auto" else size for size in (remat.budget, remat.host_budget))
-    how: dict[str, Any] = {"budget": budget, "host_budget": host_budget, "machine": remat.machine}
+    budget = None if remat.budget == "auto" else remat.budget
+    how: dict[str, Any] = {"budget": budget, "host_budget": remat.host_budget, "machine": remat.machine}
     plan = jaxoffload.plan(made.step, made.state, made.tokens, fixed=remat.fixed, **how)
     return replace(config, remat=replace(remat, **asdict(plan.policy))), plan

@@ -23,7 +23,7 @@ class ConfigError(UserError, ValueError):
     """The config cannot run. Each message is a line with the key, its value and what is allowed."""
 
     def __init__(self, *messages: str):
-        super().__init__([Problem("config", message) for message in messages])
+        super().__init__([Problem("config", " ".join(message.split())) for message in messages])
 
 
 @dataclass(frozen=True)
@@ -35,14 +35,12 @@ class Experts:
     d_expert: int = 512  # width of each expert's gate, up and activation
     shared_experts: int = 0  # experts that all tokens go through, d_expert each
     dense_layers: int = 0  # how many of the first layers have an MLP instead of experts
-    router: Literal["softmax", "sigmoid"] = "softmax"  # how logits become scores
     renormalize: bool = True  # the chosen experts' scores are divided by their sum
-    route_scale: float = 1.0  # then multiplied by this
     aux_loss: float = 0.0  # weight of the load-balancing loss
     z_loss: float = 0.0  # weight of the mean of logsumexp(router logits)^2
     grouped: Literal["auto", "te", "mosaic", "ragged"] = "auto"  # backend of jaxoffload.grouped.grouped_matmul
     quantize: Literal["fp8"] | None = None  # the experts' grouped GEMMs, with a scale per expert
-    capacity: float | None = None  # most rows sent to one device, in even shares; others are dropped
+    capacity: float | None = None  # most rows sent to a device of the expert axis, in even shares; others are dropped
 
 
 @dataclass(frozen=True)
@@ -57,7 +55,6 @@ class Model(Experts):
     head_dim: int | None = None  # None: d_model / heads
     qk_norm: bool = False  # RMSNorm of each query and key head, before RoPE
     d_ff: int = 512  # width of the MLP's gate, up and activation
-    activation: Literal["swiglu", "geglu"] = "swiglu"  # of the MLP and of experts
     rope_theta: float = 10000.0  # base of RoPE's wavelengths
     # Llama 3.1's [factor, low_freq_factor, high_freq_factor, original length]: frequencies that turn less often than
     # low_freq_factor in the original length are divided by factor; those that turn more than high_freq_factor stay.
@@ -96,13 +93,13 @@ class Remat(Policy):
 
 @dataclass(frozen=True)
 class Mesh:
-    """The number of devices along each mesh axis; the product is the number of all devices."""
+    """The number of devices along each mesh axis, the last one fastest; the product is that of all devices."""
 
+    stage: int = 1  # layers, in pipeline stages; vocabulary (docs/stages.md)
     data: int = 1  # batch rows; weights replicated
     fsdp: int = 1  # batch rows; weights and optimizer state sharded
-    tensor: int = 1  # heads, d_ff and vocabulary
     expert: int = 1  # batch rows; experts; all other weights as on fsdp
-    stage: int = 1  # layers, in pipeline stages; vocabulary (docs/stages.md)
+    tensor: int = 1  # heads, d_ff and vocabulary
 
 
 @dataclass(frozen=True)
@@ -128,7 +125,7 @@ class Train:
     loss_chunk: int | None = None
     learning_rate: float = 1e-3  # peak, after warm-up
     final_learning_rate_fraction: float = 0.1  # where the cosine ends, as a fraction of the peak
-    warmup_steps: int | None = None  # linear, from zero. None: 20, or all but the last of fewer steps
+    warmup_steps: int = 0  # linear, from zero
     beta1: float = 0.9
     beta2: float = 0.95
     weight_decay: float = 0.1  # of matrices; norms are not decayed
@@ -143,16 +140,11 @@ class Train:
     eval_batches: int = 8  # held-out batches per evaluation, if there are so many
     checkpoint_every: int = 100  # steps; a killed run loses at most this many
     tensorboard: bool = False  # also write TensorBoard's event files, to the folder tensorboard in `out`
-    verify: bool = False  # before the first step, check what is claimed of its residuals; train only if all holds
     out: str = ""  # folder of checkpoints and metrics.jsonl; empty: runs/NAME of the config file
 
     @property
     def chunk(self) -> int:
         return self.loss_chunk or max(n for n in range(1, min(self.seq_len, 256) + 1) if self.seq_len % n == 0)
-
-    @property
-    def warmup(self) -> int:
-        return min(20, self.steps - 1) if self.warmup_steps is None else self.warmup_steps
 
 
 @dataclass(frozen=True)
@@ -201,7 +193,7 @@ def load(path: str | Path, overrides: Sequence[str] = ()) -> Config:
     except FileNotFoundError:
         raise ConfigError(f"{path}: no such file{_instead(str(path), map(str, path.parent.glob('*.yaml')))}") from None
     except (OSError, ValueError, yaml.YAMLError, OmegaConfBaseException) as error:
-        raise ConfigError(f"{path}: {_one_line(error)}") from error
+        raise ConfigError(f"{path}: {error}") from error
     if not isinstance(tree, dict):
         raise ConfigError(f"{path}: must be a mapping of sections")
     problems: list[str] = []
@@ -234,7 +226,7 @@ def _override(tree: dict[str, Any], text: str, problems: list[str]) -> None:
     try:
         parsed: Any = OmegaConf.to_container(OmegaConf.from_dotlist([f"value={source}"]))
     except (ValueError, yaml.YAMLError, OmegaConfBaseException) as error:
-        problems.append(f"{section}.{key} = {source}: {_one_line(error)}")
+        problems.append(f"{section}.{key} = {source}: {error}")
         return
     target, value = tree.get(section) or {}, parsed["value"]
     if not isinstance(target, dict):
@@ -254,7 +246,7 @@ def _section(name: str, tree: dict[str, Any], problems: list[str]) -> Any:
     for key, value in tree.items():
         try:
             values[key] = getattr(OmegaConf.to_object(OmegaConf.merge(_SECTIONS[name], {key: value})), key)
-            allowed = _allowed(f"{name}.{key}", values[key])
+            allowed = _allowed(name, key, values[key])
         except OmegaConfBaseException as error:
             allowed = str(error).splitlines()[0]
         if allowed:
@@ -274,10 +266,6 @@ def _remat(name: str, tree: dict[str, Any], problems: list[str]) -> Remat:
         return Remat()
 
 
-def _one_line(error: Exception) -> str:
-    return " ".join(str(error).split())
-
-
 def nearest(name: object, names: Iterable[str]) -> str:
     """Return how a message ends that names the nearest name; nothing if none is near."""
     near = difflib.get_close_matches(str(name), names, 1)
@@ -291,22 +279,18 @@ def _instead(name: object, names: Iterable[str]) -> str:
 # ---- ranges, and what must hold between keys ----
 
 
-# These may be zero; every other number is above zero.
-_MAY_BE_ZERO = {
-    *("model.experts", "model.shared_experts", "model.dense_layers", "model.aux_loss", "model.z_loss"),
-    *("train.final_learning_rate_fraction", "train.warmup_steps", "train.beta1", "train.beta2", "train.weight_decay"),
-    *("train.seed", "distributed.process_id"),
-}
-_AT_MOST = {"train.final_learning_rate_fraction": 1.0, "data.valid_fraction": 0.5, "train.seed": 2**32 - 1}
-_AT_MOST |= {"train.beta1": 0.9999, "train.beta2": 0.9999}
+# These may be zero, as may those that are by default; every other number is above zero.
+_MAY_BE_ZERO = {"beta1", "final_learning_rate_fraction", "weight_decay", "process_id"}
+_AT_MOST = {"beta1": 0.9999, "beta2": 0.9999, "valid_fraction": 0.5, "seed": 2**32 - 1}
 
 
-def _allowed(key: str, value: object) -> str | None:
+def _allowed(section: str, key: str, value: object) -> str | None:
     """Return what is allowed if a number is out of range."""
     if isinstance(value, bool) or not isinstance(value, int | float):
         return None
-    if not 0 <= value < math.inf or (value == 0 and key not in _MAY_BE_ZERO):
-        return "must be at least 0" if key in _MAY_BE_ZERO else "must be above 0"
+    may_be_zero = key in _MAY_BE_ZERO or getattr(_SECTIONS[section], key) == 0
+    if not 0 <= value < math.inf or (value == 0 and not may_be_zero):
+        return "must be at least 0" if may_be_zero else "must be above 0"
     return f"must be at most {_AT_MOST[key]}" if value > _AT_MOST.get(key, math.inf) else None
 
 
@@ -341,13 +325,11 @@ def _shapes(config: Config) -> Iterator[str]:
 
 
 def _experts(config: Config) -> Iterator[str]:
-    model, mesh = config.model, config.mesh
+    model = config.model
     if not model.experts:
         for each in dataclasses.fields(Experts):
             if (value := getattr(model, each.name)) != each.default:
                 yield f"model.{each.name} = {value!r}: must not be given where model.experts = 0; the layers are dense"
-        if mesh.expert > 1:
-            yield f"mesh.expert = {mesh.expert}: must be 1 where model.experts = 0; the layers are dense"
         return
     yield from _divides(config, "mesh.expert", "model.experts")
     yield from _divides(config, "mesh.tensor", "model.d_expert")
@@ -355,8 +337,6 @@ def _experts(config: Config) -> Iterator[str]:
         yield f"model.experts_per_token = {model.experts_per_token}: must be at most model.experts = {model.experts}"
     if model.dense_layers >= model.layers:
         yield f"model.dense_layers = {model.dense_layers}: must be below model.layers = {model.layers}"
-    if model.capacity is not None and mesh.expert == 1:
-        yield f"model.capacity = {model.capacity}: must not be given where mesh.expert = 1; no rows are sent"
 
 
 def _batches(config: Config) -> Iterator[str]:
@@ -367,8 +347,8 @@ def _batches(config: Config) -> Iterator[str]:
     if train.batch_size % parts:
         factors = "train.grad_accumulation * mesh.data * mesh.fsdp * mesh.expert"
         yield f"train.batch_size = {train.batch_size}: must be a multiple of {factors} = {parts}"
-    if train.warmup >= train.steps:
-        yield f"train.warmup_steps = {train.warmup}: must be below train.steps = {train.steps}"
+    if train.warmup_steps >= train.steps:
+        yield f"train.warmup_steps = {train.warmup_steps}: must be below train.steps = {train.steps}"
 
 
 def _stages(config: Config) -> Iterator[str]:

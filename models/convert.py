@@ -5,7 +5,7 @@
   python -m models.convert export CONFIG FOLDER [section.key=value ...]
 
 import writes a checkpoint of step 0 to train.out, from which models.train then begins. export writes the last
-checkpoint in train.out, as float32 or, with --dtype bfloat16, in half the bytes. It needs the extra `convert`.
+checkpoint in train.out beside FOLDER/config.json, in the dtype that it states. It needs the extra `convert`.
 """
 
 # Hugging Face's matrices are (outputs, inputs), ours (inputs, outputs) with an axis each for heads and head_dim. They
@@ -19,7 +19,6 @@ if __name__ == "__main__":  # before JAX is imported: weights stay in the host's
 import argparse
 import json
 import math
-import shutil
 import sys
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import fields, replace
@@ -47,46 +46,37 @@ _ALL = {  # the keys of config.json, and ours
 }
 _DENSE = _ALL | {"intermediate_size": "d_ff"}
 _EXPERTS = _ALL | {"num_experts_per_tok": "experts_per_token"}
-_ROUTER = {"router": "softmax", "shared_experts": 0, "route_scale": 1.0}
 
 
 class Family(NamedTuple):
-    """A family of models: what its config.json says, what is the same in all its models, and how it names experts."""
+    """A family of models: what its config.json says, and how its tensors name experts."""
 
-    architecture: str
     keys: dict[str, str]
-    fixed: dict[str, Any]
+    qk_norm: bool = False
     block: str = ""
     leaves: tuple[str, str, str] = ("gate_proj", "up_proj", "down_proj")
 
 
 FAMILIES = {
-    "llama": Family("LlamaForCausalLM", _DENSE, {"experts": 0, "qk_norm": False}),
-    "mistral": Family("MistralForCausalLM", _DENSE, {"experts": 0, "qk_norm": False}),
-    "qwen3": Family("Qwen3ForCausalLM", _DENSE, {"experts": 0, "qk_norm": True}),
+    "llama": Family(_DENSE),
+    "mistral": Family(_DENSE),
+    "qwen3": Family(_DENSE, qk_norm=True),
     "mixtral": Family(
-        "MixtralForCausalLM",
         _EXPERTS | {"num_local_experts": "experts", "intermediate_size": "d_expert"},
-        _ROUTER | {"qk_norm": False, "renormalize": True, "dense_layers": 0},
-        "block_sparse_moe",
-        ("w1", "w3", "w2"),
+        block="block_sparse_moe",
+        leaves=("w1", "w3", "w2"),
     ),
     "qwen3_moe": Family(
-        "Qwen3MoeForCausalLM",
-        _EXPERTS
-        | _DENSE
-        | {"num_experts": "experts", "moe_intermediate_size": "d_expert", "norm_topk_prob": "renormalize"},
-        _ROUTER | {"qk_norm": True},
-        "mlp",
+        _EXPERTS | {"num_experts": "experts", "moe_intermediate_size": "d_expert", "norm_topk_prob": "renormalize"},
+        qk_norm=True,
+        block="mlp",
     ),
 }
-# A copy of an import's config.json, whose context and special tokens an export states.
-_IMPORTED = Path("checkpoints/imported.json")
-_ACTIVATIONS = {"silu": "swiglu", "gelu_pytorch_tanh": "geglu"}
 _LLAMA3 = ("factor", "low_freq_factor", "high_freq_factor", "original_max_position_embeddings")
 # What the model cannot represent otherwise, and what holds where a config.json, of an older transformers, says nothing.
-_ONLY = {"attention_bias": False, "mlp_bias": False, "partial_rotary_factor": 1, "decoder_sparse_step": 1}
-_DEFAULTS = dict[str, Any](tie_word_embeddings=False, norm_topk_prob=False, hidden_act="silu", rope_theta=10000.0)
+_ONLY = dict[str, Any](attention_bias=False, mlp_bias=False, partial_rotary_factor=1, decoder_sparse_step=1)
+_ONLY |= {"hidden_act": "silu", "mlp_only_layers": [], "quantization_config": None}
+_DEFAULTS = dict[str, Any](tie_word_embeddings=False, norm_topk_prob=False, rope_theta=10000.0)
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -96,7 +86,6 @@ def main(arguments: Sequence[str] | None = None) -> int:
     )
     parser.add_argument("command", choices=["model", "import", "export"])
     parser.add_argument("arguments", nargs="+", help="as above")
-    parser.add_argument("--dtype", choices=["float32", "bfloat16"], default="float32", help="of an export's files")
     options = parser.parse_args(arguments)
     try:
         match options.command, *options.arguments:
@@ -105,10 +94,10 @@ def main(arguments: Sequence[str] | None = None) -> int:
             case "import", folder, path, *overrides:
                 import_weights(Path(folder), load(path, overrides))
             case "export", path, folder, *overrides:
-                export_weights(load(path, overrides), Path(folder), options.dtype)
+                export_weights(load(path, overrides), Path(folder))
             case _:
                 parser.error("the wrong number of arguments")
-    except ConfigError as error:
+    except (ConfigError, OSError) as error:
         print(f"cannot be converted:\n{error}", file=sys.stderr)
         return 2
     return 0
@@ -130,7 +119,7 @@ def import_weights(folder: Path, config: Config) -> None:
     check_model(theirs, config)
     config = replace(config, model=replace(config.model, param_dtype="float32"))
     abstract, stored = on_one_device(config, 1).params, on_one_device(config, config.train.virtual_stages)
-    tensors, files = tensors_of(abstract, config.model, theirs["model_type"]), dict[str, Any]()
+    tensors, files = tensors_of(abstract, theirs["model_type"]), dict[str, Any]()
     for path in sorted(folder.glob("*.safetensors")):
         file = safetensors.safe_open(path, framework="numpy")
         files |= dict.fromkeys(file.keys(), file)
@@ -143,23 +132,19 @@ def import_weights(folder: Path, config: Config) -> None:
         params = jax.tree_util.tree_map_with_path(leaf, abstract)
         checkpoints.save(manager, 0, stored._replace(params=regrouped(params, stored.params)), config, None)
         manager.wait_until_finished()
-        shutil.copy(folder / "config.json", out / _IMPORTED)
     print(f"{folder} is now {out}/checkpoints/0; models.train begins with it")
 
 
-def export_weights(config: Config, folder: Path, dtype: str) -> None:
-    """Write the last checkpoint in `train.out` as safetensors, with config.json and `data.tokenizer`.
+def export_weights(config: Config, folder: Path) -> None:
+    """Write the last checkpoint in `train.out` as safetensors, to a folder that has the config.json of the model.
 
     Raises:
-      ConfigError: there is no checkpoint or one of another model, no family has such models, or the folder has files.
+      ConfigError: there is no checkpoint, config.json is of another model, or the folder has weights.
     """
-    out = Path(config.train.out)
-    theirs = json.loads((out / _IMPORTED).read_text()) if (out / _IMPORTED).exists() else write_model(config.model)
+    theirs, out = json.loads((folder / "config.json").read_text()), Path(config.train.out)
     check_model(theirs, config)
-    theirs["max_position_embeddings"] = max(config.train.seq_len, theirs.get("max_position_embeddings") or 0)
-    theirs["dtype" if "dtype" in theirs else "torch_dtype"] = dtype
-    if folder.exists() and any(folder.iterdir()):
-        raise ConfigError(f"{folder}: is not empty; give another folder")
+    if any(folder.glob("*.safetensors")):
+        raise ConfigError(f"{folder}: has weights; give another folder, with config.json")
     config = replace(config, model=replace(config.model, param_dtype="float32"))
     abstract, stored = on_one_device(config, 1).params, on_one_device(config, config.train.virtual_stages)
     with checkpoints.open_manager(out) as manager:
@@ -169,11 +154,8 @@ def export_weights(config: Config, folder: Path, dtype: str) -> None:
         wanted = checkpoints.checked(manager, step, config, mesh)
         masters, _ = checkpoints.converted(checkpoints.restore(manager, step, wanted), stored)
         params = regrouped(masters, abstract)
-    folder.mkdir(parents=True, exist_ok=True)
-    write_weights(folder, params, tensors_of(abstract, config.model, theirs["model_type"]), dtype)
-    (folder / "config.json").write_text(json.dumps(theirs, indent=2))
-    if config.data.tokenizer:
-        shutil.copy(os.path.expanduser(config.data.tokenizer), folder / "tokenizer.json")
+    dtype = theirs.get("dtype") or theirs.get("torch_dtype") or "float32"
+    write_weights(folder, params, tensors_of(abstract, theirs["model_type"]), dtype)
     print(f"{out}/checkpoints/{step} is now {folder}")
 
 
@@ -200,28 +182,20 @@ def read_model(theirs: Mapping[str, Any]) -> dict[str, Any]:
     theirs = _DEFAULTS | {"num_key_value_heads": given.get("num_attention_heads")} | given
     # transformers 5 writes RoPE's settings into a mapping of their own.
     rope = theirs.get("rope_parameters") or theirs.get("rope_scaling") or {}
-    stretched, dense = rope.get("rope_type", rope.get("type", "default")), theirs.get("mlp_only_layers") or []
-    possible = {key: theirs.get(key, only) == only for key, only in _ONLY.items()} | {
-        "hidden_act": theirs["hidden_act"] in _ACTIVATIONS,
-        "rope_scaling": stretched in ("default", "llama3"),
-        "mlp_only_layers": dense == [*range(len(dense))],
-        "quantization_config": not theirs.get("quantization_config"),
-    }
-    if wrong := [key for key, holds in possible.items() if not holds]:
-        raise ConfigError(*(f"{key} = {theirs.get(key)!r}: the model cannot represent it" for key in wrong))
+    stretched = rope.get("rope_type", rope.get("type", "default"))
+    wrong = [f"{key} = {theirs[key]!r}" for key, only in _ONLY.items() if theirs.get(key, only) != only]
+    wrong += [] if stretched in ("default", "llama3") else [f"rope_scaling = {rope!r}"]
+    if wrong:
+        raise ConfigError(*(f"{problem}: the model cannot represent it" for problem in wrong))
     family = FAMILIES[kind]
     try:
-        values = {ours: theirs[key] for key, ours in family.keys.items()} | family.fixed
+        values = {ours: theirs[key] for key, ours in family.keys.items()}
         scaling = [rope[key] for key in _LLAMA3] if stretched == "llama3" else None
     except KeyError as error:
         raise ConfigError(f"{error.args[0]}: is missing; {kind} has it") from error
-    if kind == "qwen3_moe":
-        values["dense_layers"] = len(dense)
-        if not dense:
-            del values["d_ff"]
     return values | {
         "head_dim": theirs.get("head_dim") or values["d_model"] // values["heads"],
-        "activation": _ACTIVATIONS[theirs["hidden_act"]],
+        "qk_norm": family.qk_norm,
         "rope_theta": rope.get("rope_theta", theirs["rope_theta"]),
         "rope_scaling": scaling,
     }
@@ -231,7 +205,7 @@ def check_model(theirs: Mapping[str, Any], config: Config) -> None:
     """Raise ConfigError unless the config's model is the one in `theirs`, a config.json."""
     model, scaling = config.model, config.model.rope_scaling
     ours = vars(model) | {"head_dim": model.d_head, "rope_scaling": scaling and [*scaling]}
-    # What a family does not say has its default. Without dense layers d_ff means nothing.
+    # What a config.json does not say has its default. With experts d_ff means nothing.
     others = {each.name: each.default for each in fields(Model) if each.name not in {*checkpoints.FREE, "d_ff"}}
     wrong = [
         f"model.{key} = {ours[key]!r}: must be {must!r} in {theirs['model_type']}'s config.json"
@@ -243,23 +217,6 @@ def check_model(theirs: Mapping[str, Any], config: Config) -> None:
         wrong.append(f"train.seq_len = {config.train.seq_len}: must be at most {window}, over which attention slides")
     if wrong:
         raise ConfigError(*wrong)
-
-
-def write_model(model: Model) -> dict[str, Any]:
-    """Return the config.json of a model, as far as its family can represent it; `check_model` tells."""
-    kind = ("qwen3_moe" if model.qk_norm else "mixtral") if model.experts else ("qwen3" if model.qk_norm else "llama")
-    scaling = dict(zip(_LLAMA3, model.rope_scaling, strict=True)) if model.rope_scaling else None
-    return {
-        "architectures": [FAMILIES[kind].architecture],
-        "model_type": kind,
-        **{key: getattr(model, ours) for key, ours in FAMILIES[kind].keys.items()},
-        "head_dim": model.d_head,
-        "hidden_act": next((key for key, ours in _ACTIVATIONS.items() if ours == model.activation), model.activation),
-        "rope_theta": model.rope_theta,
-        "rope_scaling": scaling and {"rope_type": "llama3", **scaling},
-        "sliding_window": None,
-        **({"mlp_only_layers": [*range(model.dense_layers)]} if kind == "qwen3_moe" else {}),
-    }
 
 
 # ---- tensors ----
@@ -290,21 +247,20 @@ _IN_LAYER = {
 }
 
 
-def tensors_of(params: nnx.State, model: Model, kind: str) -> dict[str, Tensors]:
+def tensors_of(params: nnx.State, kind: str) -> dict[str, Tensors]:
     """Return the tensors of each parameter of a model, by its path."""
     found: dict[str, Tensors] = {}
     for keys, leaf in jax.tree_util.tree_leaves_with_path(params):
-        group, _, rest = (path := path_of(keys)).partition("/")
+        rest = (path := path_of(keys)).partition("/")[2]
         if path in _ONCE:
             found[path] = {(): f"{_ONCE[path]}.weight"}, 0
             continue
         if rest not in _IN_LAYER:
             raise ConfigError(f"params/{path}: none of {kind}'s tensors is known for it; must be in convert._IN_LAYER")
         name, inputs = _IN_LAYER[rest]
-        first = model.dense_layers if model.experts and group == "layers" else 0
-        full = lambda at, name=name, first=first: name.format(expert=at[-1], **FAMILIES[kind]._asdict())
+        full = lambda at, name=name: name.format(expert=at[-1], **FAMILIES[kind]._asdict())
         parts = np.ndindex(leaf.shape[: 2 if "{expert}" in name else 1])
-        found[path] = {at: f"model.layers.{first + at[0]}.{full(at)}.weight" for at in parts}, inputs
+        found[path] = {at: f"model.layers.{at[0]}.{full(at)}.weight" for at in parts}, inputs
     return found
 
 

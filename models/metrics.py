@@ -99,18 +99,7 @@ def _line(record: Record) -> str:
 
 
 def progress_line(record: Record, steps: int) -> str:
-    """Return one line for the terminal; memory is the peak so far."""
-    formats = {
-        "valid_loss": "valid loss {:.4f}",
-        "loss": "loss {:.4f}",
-        "learning_rate": "lr {:.2e}",
-        "grad_norm": "grad {:.2f}",
-        "tokens_per_second": "{:,.0f} tokens/s",
-        "expert_load": "load {:.2f}",
-        "dropped": "dropped {:.1%}",
-        "mfu": "MFU {:.1%}",
-        "device_peak_gib": "device {:.2f} GiB",
-        "host_peak_gib": "host {:.2f} GiB",
-    }
-    shown = [text.format(record[key]) for key, text in formats.items() if record.get(key) is not None]
+    """Return one line for the terminal, with the names that are in metrics.jsonl."""
+    short = lambda value: f"{value:,.0f}" if value >= 1000 else f"{value:.4g}"
+    shown = [f"{key} {short(value)}" for key, value in record.items() if key != "step" and value is not None]
     return "  ".join([f"step {record['step']}/{steps}", *shown])

@@ -76,11 +76,11 @@ def _experts_on_device(
         # GPUs would round float32 to TF32's 10 bits.
         logits_TxE = jnp.matmul(x_TxD.astype(jnp.float32), weights["router"], precision=lax.Precision.HIGHEST)
         logits_TxE = tag(logits_TxE, "router_logits")
-        scores_TxE = router_scores(logits_TxE, config.router)
+        scores_TxE = jax.nn.softmax(logits_TxE, axis=-1)
         parts, align = sizes.get("expert", 1), ALIGN[config.quantize]
         # Aligned on the device that runs the grouped GEMMs: this one, or the one that the rows are sent to.
         routing = choose(scores_TxE, config.experts_per_token, align if parts == 1 else 1)
-        weight_Txk = row_weights(scores_TxE, routing, config.renormalize, config.route_scale)
+        weight_Txk = row_weights(scores_TxE, routing, config.renormalize)
         # A row is one token for one expert.
         weight_Rx1 = moved(weight_Txk.reshape(-1, 1), routing.order_R, routing.place_Tk)
         rows_RxD, dropped = dispatch(x_TxD, routing), jnp.int32(0)
@@ -112,7 +112,7 @@ def _apply_experts(
     gemm = lambda x, w, name: grouped_matmul(x, w, sizes_L, name=name, **how)
     gate_RxF, up_RxF = gemm(rows_RxD, [weights["gate"], weights["up"]], name="fc1_input")
     fc1 = tag({"gate": gate_RxF, "up": up_RxF}, "fc1")
-    act_RxF = activate(fc1, config.activation).astype(jnp.float32) * weight_Rx1
+    act_RxF = swiglu(fc1).astype(jnp.float32) * weight_Rx1
     return tag(gemm(act_RxF.astype(rows_RxD.dtype), weights["down"], name="act"), "fc2")
 
 
@@ -130,10 +130,9 @@ def _apply_remote_experts(
     return from_experts(computed_SxD, exchange), dropped
 
 
-def activate(fc1: Mapping[str, jax.Array], activation: str) -> jax.Array:
-    """Return (..., F), the input of fc2: SwiGLU or GeGLU (Shazeer, 2020)."""
-    function = jax.nn.silu if activation == "swiglu" else jax.nn.gelu
-    return function(fc1["gate"]) * fc1["up"]
+def swiglu(fc1: Mapping[str, jax.Array]) -> jax.Array:
+    """Return (..., F), the input of fc2 (Shazeer, 2020)."""
+    return jax.nn.silu(fc1["gate"]) * fc1["up"]
 
 
 # ---- routing: which token goes to which expert ----
@@ -146,11 +145,6 @@ class Routing(NamedTuple):
     order_R: jax.Array  # sorted row -> t * k + j; T * k for padding
     place_Tk: jax.Array  # t * k + j -> sorted row
     sizes_E: jax.Array  # tokens of each expert
-
-
-def router_scores(logits_TxE: jax.Array, kind: str) -> jax.Array:
-    """Return the experts' scores, from float32 logits. `kind`: as `model.router`."""
-    return jax.nn.softmax(logits_TxE, axis=-1) if kind == "softmax" else jax.nn.sigmoid(logits_TxE)
 
 
 def choose(scores_TxE: jax.Array, k: int, align: int = 1) -> Routing:
@@ -173,12 +167,12 @@ def choose(scores_TxE: jax.Array, k: int, align: int = 1) -> Routing:
     return tag(Routing(ids_Txk, order_R, place_Tk, sizes_E), "routing")
 
 
-def row_weights(scores_TxE: jax.Array, routing: Routing, renormalize: bool, scale: float) -> jax.Array:
-    """Return (T, k): the scores of the chosen experts, divided by their sum if `renormalize`, times `scale`."""
+def row_weights(scores_TxE: jax.Array, routing: Routing, renormalize: bool) -> jax.Array:
+    """Return (T, k): the scores of the chosen experts, divided by their sum if `renormalize`."""
     chosen_Txk = jnp.take_along_axis(scores_TxE, routing.ids_Txk, axis=1)
     if renormalize:
         chosen_Txk /= jnp.sum(chosen_Txk, axis=1, keepdims=True) + 1e-20
-    return scale * chosen_Txk
+    return chosen_Txk
 
 
 def balance_of(
@@ -188,8 +182,7 @@ def balance_of(
     mean = lambda x: lax.pmean(x, axes) if axes else x
     E, rows = logits_TxE.shape[1], routing.ids_Txk.size
     load_E = mean(routing.sizes_E.astype(jnp.float32) / rows)
-    shares_TxE = scores_TxE / (jnp.sum(scores_TxE, axis=1, keepdims=True) + 1e-20)
-    aux = E * jnp.sum(load_E * mean(jnp.mean(shares_TxE, axis=0)))
+    aux = E * jnp.sum(load_E * mean(jnp.mean(scores_TxE, axis=0)))
     z = mean(jnp.mean(jnp.square(jax.nn.logsumexp(logits_TxE, axis=1))))
     return Balance(load_E, aux, z, mean(dropped.astype(jnp.float32) / rows))
 

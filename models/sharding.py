@@ -3,7 +3,7 @@
 import functools
 import math
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import astuple, dataclass, fields
 from typing import Any
 
 import jax
@@ -14,7 +14,7 @@ from jax.sharding import AbstractMesh, AxisType, NamedSharding, PartitionSpec
 from models import config
 from models.config import ConfigError, nearest
 
-MESH_AXES = ("stage", "data", "fsdp", "expert", "tensor")
+MESH_AXES = tuple(each.name for each in fields(config.Mesh))
 _AUTO = (AxisType.Auto,) * len(MESH_AXES)
 
 AnyMesh = jax.sharding.Mesh | AbstractMesh
@@ -79,8 +79,8 @@ def make_mesh(sizes: config.Mesh, devices: Sequence[jax.Device] | None = None) -
       ConfigError: the sizes do not fit the devices.
     """
     devices = jax.devices() if devices is None else devices
-    shape = _shape(sizes)
-    product = int(np.prod(shape))
+    shape = astuple(sizes)
+    product = math.prod(shape)
     if product != len(devices):
         axes = " * ".join(f"mesh.{axis}" for axis in MESH_AXES)
         here = f"{len(devices)}, the number of devices here ({devices[0].device_kind})"
@@ -95,11 +95,7 @@ def make_mesh(sizes: config.Mesh, devices: Sequence[jax.Device] | None = None) -
 
 def abstract_mesh(sizes: config.Mesh) -> AbstractMesh:
     """Return the mesh without devices, to trace a program for another machine."""
-    return AbstractMesh(_shape(sizes), MESH_AXES, _AUTO)
-
-
-def _shape(sizes: config.Mesh) -> tuple[int, ...]:
-    return tuple(getattr(sizes, axis) for axis in MESH_AXES)
+    return AbstractMesh(astuple(sizes), MESH_AXES, _AUTO)
 
 
 def on_mesh[**P, R](mesh: AnyMesh, f: Callable[P, R]) -> Callable[P, R]:
@@ -130,9 +126,9 @@ def on_each_device(f: Callable[..., Any], in_specs: Any, out_specs: Any) -> Call
     return jax.shard_map(f, in_specs=in_specs, out_specs=out_specs, axis_names=axes, check_vma=False)
 
 
-def batch_parts(mesh: AnyMesh | None = None) -> int:
-    """Return how many parts a batch is split into, over `mesh` or that of `on_mesh`; 1 without a mesh."""
-    sizes = (mesh or jax.sharding.get_abstract_mesh()).shape
+def batch_parts() -> int:
+    """Return how many parts a batch is split into, over the mesh of `on_mesh`; 1 without a mesh."""
+    sizes = jax.sharding.get_abstract_mesh().shape
     return math.prod(sizes.get(axis, 1) for axis in RULES.batch)
 
 

@@ -176,7 +176,7 @@ def learning_rate(train: Train) -> optax.Schedule:
     The cosine ends at `train.steps`; the last step is taken at `train.steps` - 1, a little above the final value.
     """
     end = train.learning_rate * train.final_learning_rate_fraction
-    return optax.warmup_cosine_decay_schedule(0.0, train.learning_rate, train.warmup, train.steps, end)
+    return optax.warmup_cosine_decay_schedule(0.0, train.learning_rate, train.warmup_steps, train.steps, end)
 
 
 def microbatches(tokens_BxS1: jax.Array, count: int) -> jax.Array:

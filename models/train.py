@@ -13,7 +13,7 @@ import sys
 import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import asdict, astuple, replace
+from dataclasses import astuple, replace
 from pathlib import Path
 from typing import Any
 
@@ -21,7 +21,6 @@ import jax
 import numpy as np
 import orbax.checkpoint as ocp
 from jax.experimental import multihost_utils
-from jax.sharding import Mesh
 from tqdm import tqdm
 
 import jaxoffload
@@ -109,7 +108,9 @@ def step_for(path: str, *overrides: str) -> tuple[Any, tuple[Any, ...], Any, tup
     Raises:
       UserError: the config cannot run.
     """
-    config = traceable(load(path, overrides))
+    config = load(path, overrides)
+    join(config.distributed)
+    config = traceable(config)
     enough = math.prod(astuple(config.mesh)) == jax.device_count()
     mesh = make_mesh(config.mesh) if enough else abstract_mesh(config.mesh)
     config, _ = budget.planned(config, mesh)
@@ -128,7 +129,9 @@ def train(config: Config) -> int:
     if config.model.attention != "xla" and jax.default_backend() != "gpu":
         raise ConfigError(f"model.attention = {config.model.attention!r}: needs NVIDIA GPUs; must be xla here")
     check_same({**flat(config), "distributed.process_id": None}, "the config")
-    config = with_plan(config, mesh)
+    config, plan = budget.planned(config, mesh)  # which is that of process 0 in all
+    if plan is not None:
+        say(str(plan))
     source = data.open_data(config, *process_block(batch_sharding(mesh), (config.train.batch_size, 1)))
     check_same(source.fingerprint, "what is found at data.path, or data.tokenizer,")
     made = program(config, mesh, source.end)
@@ -147,20 +150,9 @@ def train(config: Config) -> int:
             made = program(config, mesh, source.end)
             say(budget.summary(config, made))
             compiled, _ = compile_step(made)
-        if config.train.verify and not last:
-            verify(made)
         state = checkpoints.resume(manager, config, made, source)
         say(f"continuing {out} from its checkpoint at step {last}" if last else f"metrics and checkpoints go to {out}")
         return loop(config, made, compiled, source, manager, state)
-
-
-def with_plan(config: Config, mesh: Mesh) -> Config:
-    """As `budget.planned`, of which all processes must make one plan; print it."""
-    config, plan = budget.planned(config, mesh)
-    if plan is not None:
-        check_same(asdict(plan.policy), "the plan; give remat.budget a size, and remat.machine a file for all: it")
-        say(str(plan))
-    return config
 
 
 def check_same(values: Any, what: str) -> None:
@@ -192,15 +184,6 @@ def compile_step(made: Program) -> tuple[jax.stages.Compiled, bool]:
         say(f"a device has {budget.in_mib(limit)}")
     check_same(device <= limit, "whether the step fits on a device")
     return compiled, device <= limit
-
-
-def verify(made: Program) -> None:
-    """Check what is claimed of the loss and the step, on random arguments, and print it; exit if a check fails."""
-    for f, args in ((made.loss, (made.state.params, made.microbatch)), (made.step, (made.state, made.tokens))):
-        found = jaxoffload.verify(f, *args)
-        say(str(found))
-        if not found.ok:
-            sys.exit("train.verify = True: nothing is trained, because a check fails")
 
 
 def loop(
@@ -280,6 +263,7 @@ def step_record(
     flops = rate * flops_per_token(config.model, train.seq_len) / mesh.size
     return {
         "step": step,
+        "loss": values.pop("loss"),
         **values,
         "learning_rate": float(learning_rate(train)(step - 1)),
         "tokens_per_second": rate,

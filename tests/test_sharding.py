@@ -23,10 +23,11 @@ from models.step import adamw, shardings_of
 from models.transformer import MLP
 
 pytestmark = [pytest.mark.slow, pytest.mark.usefixtures("compiled_fast")]
+EIGHT = Mesh(data=2, fsdp=2, tensor=2)
 
 
 def test_parameters_and_moments_are_split_by_the_rules():
-    made = on(DENSE, Mesh(2, 2, 2))
+    made = on(DENSE, EIGHT)
     state = start(made)
     gate = state.params["layers"]["mlp"]["gate_DxF"][...]
     assert gate.sharding.spec == P("stage", ("fsdp", "expert"), "tensor")
@@ -37,7 +38,7 @@ def test_parameters_and_moments_are_split_by_the_rules():
 
 
 def test_the_start_does_not_depend_on_the_mesh():
-    one, many = start(on(DENSE, Mesh())), start(on(DENSE, Mesh(2, 2, 2)))
+    one, many = start(on(DENSE, Mesh())), start(on(DENSE, EIGHT))
     jax.tree.map(np.testing.assert_array_equal, one.params, many.params)
 
 
@@ -48,7 +49,7 @@ def one_device():
 
 
 @pytest.mark.claim("trains-anywhere")
-@pytest.mark.parametrize("sizes", [Mesh(2, 2, 2), pytest.param(Mesh(1, 8, 1), marks=pytest.mark.long)], ids=str)
+@pytest.mark.parametrize("sizes", [EIGHT, pytest.param(Mesh(fsdp=8), marks=pytest.mark.long)], ids=str)
 def test_loss_and_gradients_are_those_of_one_device(one_device, sizes):
     made = on(DENSE, sizes)
     params = start(made).params
@@ -66,7 +67,7 @@ def test_loss_and_gradients_are_those_of_one_device(one_device, sizes):
 
 @pytest.mark.claim("per-device")
 def test_the_compiled_step_splits_residuals_as_the_table_says():
-    made = on(DENSE, Mesh(2, 2, 2), remat=Policy(default="save"))
+    made = on(DENSE, EIGHT, remat=Policy(default="save"))
 
     def kept(params, tokens):
         return jax.tree.leaves(jax.vjp(lambda params: made.loss(params, tokens), params)[1])
@@ -93,7 +94,7 @@ def test_no_collective_touches_a_residual_on_its_way(monkeypatch):
         return jax.lax.scan(in_a_loop(f, *saved), x, w)
 
     def collectives() -> Counter:
-        made = on(DENSE, Mesh(2, 2, 2))
+        made = on(DENSE, EIGHT)
         state = shardings_of(made.state)
         step = jax.jit(made.step, in_shardings=(state, made.tokens.sharding), out_shardings=(state, None))
         hlo = step.lower(made.state, made.tokens).compile().as_text()
@@ -118,12 +119,12 @@ def test_matrices_decay_and_norms_do_not():
     "sizes, devices, problem",
     [
         (
-            Mesh(2, 1, 1),
+            Mesh(data=2),
             8,
             "mesh.data * mesh.fsdp * mesh.expert * mesh.tensor = 2: must be 8, the number of devices here (cpu)",
         ),
-        (Mesh(1, 16, 1), 8, "= 16: must be 8"),
-        (Mesh(1, 1, 1), 8, "for instance mesh.fsdp=8"),
+        (Mesh(fsdp=16), 8, "= 16: must be 8"),
+        (Mesh(), 8, "for instance mesh.fsdp=8"),
     ],
 )
 def test_a_mesh_that_is_not_the_machine_is_a_config_error(sizes, devices, problem):
@@ -135,7 +136,7 @@ def test_a_mesh_that_is_not_the_machine_is_a_config_error(sizes, devices, proble
 def test_a_tensor_axis_that_straddles_processes_is_a_config_error():
     devices = [SimpleNamespace(process_index=i // 4, device_kind="x") for i in range(12)]
     with pytest.raises(ConfigError, match=r"mesh.tensor = 3: must divide, or be a multiple of, a process's 4"):
-        make_mesh(Mesh(1, 4, 3), devices)
+        make_mesh(Mesh(fsdp=4, tensor=3), devices)
 
 
 @pytest.mark.parametrize(

@@ -35,7 +35,7 @@ def after_steps(made: Program, begin, steps: int = 3) -> tuple[jax.stages.Compil
 @pytest.mark.parametrize(
     "config, sizes, microbatches, dtype",
     [
-        pytest.param(DENSE, Mesh(2, 2, 2), 4, "float32", id="dense"),
+        pytest.param(DENSE, Mesh(data=2, fsdp=2, tensor=2), 4, "float32", id="dense"),
         pytest.param(EXPERTS, Mesh(fsdp=2, expert=2), 2, "bfloat16", id="experts"),
         pytest.param(DENSE, Mesh(stage=2), 2, "bfloat16", id="stages", marks=pytest.mark.long),
     ],
@@ -53,7 +53,7 @@ def test_interleaved_with_state_on_the_host_trains_as_one_after_another_on_the_d
     begin = jax.device_get(start(made[0]))
     (step, got), (_, want) = (after_steps(each, begin) for each in made)
     assert_same_bits(got, want)
-    if sizes == Mesh(2, 2, 2):
+    if sizes == Mesh(data=2, fsdp=2, tensor=2):
         text, (layers, D, F) = step.as_text(), (4, 32, 48)  # of gate, up and down, over fsdp and tensor
         assert f"f32[{layers},{D // 2},{F // 2}]" in text
         assert f"f32[{layers},{D},{F}]" not in text and f"f32[{layers},{F},{D}]" not in text

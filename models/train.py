@@ -178,8 +178,10 @@ def compile_step(made: Program) -> tuple[jax.stages.Compiled, bool]:
     outputs = plan.output_size_in_bytes - plan.alias_size_in_bytes
     device = plan.argument_size_in_bytes + outputs + plan.temp_size_in_bytes
     host = plan.host_argument_size_in_bytes + plan.host_temp_size_in_bytes
-    where = f" on each device, and {budget.in_mib(host)} of host memory" if host else " on each device"
-    say(f"the compiled step needs {budget.in_mib(device)}{where}")
+    say(f"the compiled step needs {budget.in_mib(device)} on each device")
+    if host:
+        once = f"; starting takes about {host / 2**30:.0f} s longer, in which it is pinned" if host > 2**30 else ""
+        say(f"and {budget.in_mib(host)} of host memory for it{once}")
     if device > (limit := metrics.memory_limit(made.tokens.sharding.mesh.local_devices[0])):
         say(f"a device has {budget.in_mib(limit)}")
     check_same(device <= limit, "whether the step fits on a device")

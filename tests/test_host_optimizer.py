@@ -343,6 +343,7 @@ def rounded(x):
     return ((bits + np.uint32(0x8000)) >> 16).astype(np.uint16).view(jnp.bfloat16)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("state_dtype", [None, jnp.bfloat16], ids=str)
 def test_masters_have_the_bits_of_float32_parameters(state_dtype):
     tx, params = optax.adamw(1e-1), params_in(jnp.bfloat16)
@@ -632,6 +633,7 @@ def all_at_once(monkeypatch):
     monkeypatch.setattr(_update, "STACK", 4)
 
 
+@pytest.mark.slow
 @pytest.mark.claim("host-state-is-verified")
 @pytest.mark.parametrize("fault, claim", [(another_row, "gradients"), (all_at_once, "moves")])
 def test_a_fault_of_the_update_fails_its_claim(fault, claim, monkeypatch):

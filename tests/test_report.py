@@ -56,6 +56,7 @@ def test_the_report_says_how_microbatches_run(overrides, way):
     assert said == ([f"4 microbatches {way}; the table is of one"] if way else [])
 
 
+@pytest.mark.slow
 @pytest.mark.claim("stages")
 def test_the_report_says_what_a_device_of_a_stage_keeps():
     keys = ["model.layers=8", "mesh.stage=2", "mesh.fsdp=2", "train.grad_accumulation=4", MACHINE]

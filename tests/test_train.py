@@ -411,6 +411,7 @@ def test_a_shipped_config_runs_on_its_own_data_up_to_its_compilation(path, tmp_p
         train.main([str(path), "model.attention=xla", f"train.out={tmp_path}"])
 
 
+@pytest.mark.slow
 def test_the_command_line_reports_and_explains(config, capsys):
     assert train.main([str(config), "--report", "train.batch_size=32", "mesh.fsdp=4"]) == 0
     said = capsys.readouterr().out

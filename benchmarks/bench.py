@@ -159,8 +159,8 @@ def compile_all(traced: Mapping[Key, jax.stages.Lowered]) -> dict[Key, Step]:
 
 
 def planned_gib(program: jax.stages.Compiled) -> dict[str, float] | None:
-    """Return the GiB per device that XLA planned: temporaries, all that a step needs, and temporaries on the host. None
-    where it does not say."""
+    """Return the GiB per device that XLA planned: temporaries, all that a step needs, temporaries on the host, and what
+    of its state is there. None where it does not say."""
     if (memory := memory_plan(program)) is None:
         return None
     temp, new = memory.temp_size_in_bytes, memory.output_size_in_bytes - memory.alias_size_in_bytes
@@ -168,6 +168,7 @@ def planned_gib(program: jax.stages.Compiled) -> dict[str, float] | None:
         "temp_gib": temp,
         "all_gib": memory.argument_size_in_bytes + temp + new,
         "host_temp_gib": memory.host_temp_size_in_bytes,
+        "host_state_gib": memory.host_argument_size_in_bytes,
     }
     return {name: round(size / GIB, 4) for name, size in sizes.items()}
 

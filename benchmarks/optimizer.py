@@ -23,11 +23,10 @@ import optax
 
 import jaxoffload
 from benchmarks import bench
-from benchmarks.bench import GIB, cells, markdown
+from benchmarks.bench import cells, markdown
 from benchmarks.cases import OVERLAP, SIZES, accumulated, loss_of, model_flops, ours, placed, shape_of, state_of
 from benchmarks.dense import CASE
 from jaxoffload import Policy
-from jaxoffload.proof import memory_plan
 from jaxoffload.proof._predict.measure import bus
 from jaxoffload.proof._program.exact import repeatable_options
 
@@ -126,8 +125,6 @@ def groups(options: argparse.Namespace) -> Iterator[bench.Group]:
         if mode not in ("sgd", "device", "whole"):
             on_host = optimizer_of(options, mode).placements(args[0][0]).host_bytes
             step.facts["gb_each_way"] = round(on_host / options.fsdp / 1e9, 3)
-        if step.run and (plan := memory_plan(step.run)):
-            step.facts["host_state_gib"] = round(plan.host_argument_size_in_bytes / GIB, 4)
         flops = None if mode == "update" else options.microbatches * model_flops(CASE, options)
         make = functools.partial(initial, options, mode)
         yield bench.Group((), {(mode, "overlap"): step}, make, flops, 1)

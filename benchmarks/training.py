@@ -17,13 +17,12 @@ import jax
 import jax.numpy as jnp
 
 from benchmarks import bench
-from benchmarks.bench import GIB, cells, markdown
+from benchmarks.bench import cells, markdown
 from jaxoffload import compiler_options
-from jaxoffload.proof import memory_plan
 from models.config import Config, load
 from models.sharding import make_mesh
 from models.step import Program, program, shardings_of
-from models.train import limit_pinned_memory
+from models.train import limit_pinned_memory, lowered_step
 from models.transformer import flops_per_token
 
 
@@ -31,25 +30,13 @@ def devices_of(config: Config) -> int:
     return math.prod(dataclasses.astuple(config.mesh))
 
 
-def lowered(made: Program) -> jax.stages.Lowered:
-    """Return the lowered step, (state, tokens) -> (state, loss), which updates the state in place."""
-
-    def step(state: Any, tokens: Any) -> tuple[Any, Any]:
-        state, metrics = made.step(state, tokens)
-        return state, metrics["loss"]
-
-    where: dict[str, Any] = {"out_shardings": (shardings_of(made.state), None)}
-    where["in_shardings"] = shardings_of((made.state, made.tokens))
-    return jax.jit(step, donate_argnums=0, compiler_options=compiler_options(), **where).lower(made.state, made.tokens)
-
-
 def telling_losses(step: bench.Step) -> bench.Step:
     """Return a step, (state, tokens) -> (state, tokens), that adds each loss to its facts."""
     run, losses = step.run, step.facts.setdefault("losses", [])
 
     def tell(state: Any, tokens: Any) -> tuple[Any, Any]:
-        state, loss = run(state, tokens)
-        losses.append(round(float(loss), 4))
+        state, metrics = run(state, tokens)
+        losses.append(round(float(metrics["loss"]), 4))
         return state, tokens
 
     return step._replace(run=tell) if run else step
@@ -67,9 +54,7 @@ def groups(options: argparse.Namespace) -> Iterator[bench.Group]:
     for variant in options.variants:
         config = load(options.config, variant.split())
         made = program(config, make_mesh(config.mesh, jax.devices()[: devices_of(config)]))
-        step = bench.compiled(lowered(made))
-        if step.run and (plan := memory_plan(step.run)):
-            step.facts["host_state_gib"] = round(plan.host_argument_size_in_bytes / GIB, 4)
+        step = bench.compiled(lowered_step(made, compiler_options()))
         tokens = step.facts["tokens"] = config.train.batch_size * config.train.seq_len
         flops = tokens * flops_per_token(config.model, config.train.seq_len) / devices_of(config)
         make: Callable[[], Any] = functools.partial(initial, config, made)
@@ -77,8 +62,7 @@ def groups(options: argparse.Namespace) -> Iterator[bench.Group]:
 
 
 def ratios(modes: dict[str, Any], options: argparse.Namespace) -> dict[str, float]:
-    """Return tokens per second of each variant, in thousands."""
-    return {name: round(of["tokens"] / of["ms"], 3) for name, of in modes.items() if "ms" in of}
+    return {f"{name}, thousand tokens/s": round(of["tokens"] / of["ms"], 3) for name, of in modes.items() if "ms" in of}
 
 
 def table(result: dict[str, Any]) -> str:

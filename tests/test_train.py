@@ -11,18 +11,21 @@ import signal
 import subprocess
 import sys
 from pathlib import Path
+from types import SimpleNamespace
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 import pytest
 from common import PATIENCE, ROOT, SHORT, fast_compiles, finish, free_port, inherited_flags, start, wait_for
+from jax.sharding import NamedSharding, PartitionSpec
 
 import jaxoffload
 from jaxoffload.grouped import te
 from jaxoffload.proof import exact_options
 from models import metrics, train
-from models.config import Config, Distributed, load
-from models.sharding import abstract_mesh
+from models.config import Config, Distributed, Mesh, load
+from models.sharding import abstract_mesh, make_mesh
 
 CONFIG = """\
 model: {{vocab_size: 300, layers: 2, d_model: 64, heads: 4, kv_heads: 2, d_ff: 96, dtype: float32}}
@@ -498,3 +501,15 @@ def test_llama_scaled_down_trains_with_offload_and_flash_attention_has_the_losse
         assert got.keys() == xla.keys() and got[8] < max(got.values()) - 0.3
         # Nats per token. Both round to bfloat16, 8 bits, at different places; a wrong mask or scale differs by more.
         np.testing.assert_allclose([*got.values()], [*xla.values()], atol=0.02, rtol=0)
+
+
+def test_a_run_says_how_long_pinning_takes(capsys, monkeypatch):
+    """Which takes a second per GiB."""
+    sizes = ("argument", "output", "alias", "temp", "host_argument", "host_temp")
+    plan = SimpleNamespace(**{f"{name}_size_in_bytes": 2 * 2**30 for name in sizes})
+    monkeypatch.setattr(train, "lowered_step", lambda *_: SimpleNamespace(compile=lambda: None))
+    monkeypatch.setattr(train.proof, "memory_plan", lambda _: plan)
+    mesh = make_mesh(Mesh(), jax.devices()[:1])
+    train.compile_step(SimpleNamespace(tokens=jax.device_put(jnp.zeros(1), NamedSharding(mesh, PartitionSpec()))))
+    said = capsys.readouterr()
+    assert "4,096.0 MiB of host memory for it; starting takes about 4 s longer" in said.out + said.err

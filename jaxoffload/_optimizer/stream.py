@@ -40,11 +40,12 @@ class Stream(NamedTuple):
 
 def stream(leaves: Sequence[Stream]) -> Arrays:
     """Return the arrays that replace those of leaves with as many blocks."""
-    zero, turns = opaque_zero(), _turns(leaves)
+    zero = opaque_zero()
     placed = {n: leaf.placed for leaf in leaves for n in leaf.arrays}
     given = {n: x for leaf in leaves for n, x in leaf.arrays.items()}
     there = {n: x for n, x in given.items() if on_host(jax.typeof(x))}
     here = {n: x for n, x in given.items() if n not in there}
+    turns = _turns({n: nbytes(x) // division(placed[n].sharding).parts for n, x in there.items()})
     # Kernels read it: XLA:GPU copies rows by DMA in loops alone.
     fetched = {n: to_device(placed[n].take(there[n], 0)) for leaf in leaves for n in leaf.reads}
 
@@ -75,17 +76,13 @@ def stream(leaves: Sequence[Stream]) -> Arrays:
     return state[0] | state[1]
 
 
-def _turns(leaves: Sequence[Stream]) -> list[tuple[list[int], list[int]]]:
-    """Return which array is read, and which is written, in each turn: none or one.
+def _turns(size: dict[int, int]) -> list[tuple[list[int], list[int]]]:
+    """Return which array is read, and which is written, in each turn: none or one. `size`: of each, on a device.
 
     Arrays of one size take turns: while a block of one comes, a block of the one that was read before goes. So both
     directions of the bus are always busy; no copy waits for another on a stream, which XLA deals out in turn (see
     docs/upstream.md); and as an array is not read and written in one turn, XLA copies none.
     """
-    size = dict[int, int]()
-    for leaf in leaves:
-        parts = division(leaf.placed.sharding).parts
-        size |= {n: nbytes(x) // parts for n, x in leaf.arrays.items() if on_host(jax.typeof(x))}
     turns = list[tuple[list[int], list[int]]]()
     # The smallest first: the first turn waits for what is computed of it.
     for _, group in itertools.groupby(sorted(size, key=lambda n: size[n]), key=lambda n: size[n]):

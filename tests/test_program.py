@@ -162,11 +162,25 @@ AT_ONCE = [(4, [0, 0, 2, 2]), (8, [0, 0, 4, 4])]  # two layers per iteration; al
 
 CHILD = """
 import sys
-sys.path[:0] = sys.argv[1:]
+sys.path[:0] = sys.argv[2:]
+import test_program
 from described_gpu import described
-from test_program import large
-print(large(described(1)[0], 8, {"xla_gpu_autotune_level": 0, "xla_gpu_enable_triton_gemm": False}))
+print(getattr(test_program, sys.argv[1])(described(1)[0]))
 """
+
+
+def said_by(function, **environment):
+    """Return what a process with this environment prints, and what XLA logs, when it calls a function of this file."""
+    command = [sys.executable, "-c", CHILD, function.__name__, os.path.dirname(__file__), str(ROOT)]
+    environment = os.environ | {"JAX_PLATFORMS": "cpu"} | environment
+    child = common.start(command, env=environment, stdout=PIPE, stderr=PIPE, text=True)
+    out, err = child.communicate(timeout=PATIENCE)
+    assert out, err
+    return out.splitlines()[-1], err
+
+
+def large_without_options(gpu):
+    return large(gpu, 8, {"xla_gpu_autotune_level": 0, "xla_gpu_enable_triton_gemm": False})
 
 
 @pytest.mark.slow
@@ -175,16 +189,40 @@ def test_flags_of_the_environment_do_what_options_do(gpu, tmp_path):
     expected = large(gpu, 8, OPTIONS)
     assert str(AT_ONCE[1][1]) in str(expected)
     flags = [write_xla_flags(tmp_path / "copies.pbtxt"), ""]
-    command = [sys.executable, "-c", CHILD, os.path.dirname(__file__), str(ROOT)]
-    said = []
-    for given in flags:
-        environment = os.environ | {"JAX_PLATFORMS": "cpu", "XLA_FLAGS": common.inherited_flags(given)}
-        out, err = common.start(command, env=environment, stdout=PIPE, stderr=PIPE, text=True).communicate(
-            timeout=PATIENCE
-        )
-        assert out, err
-        said.append(out.splitlines()[-1])
+    said = [said_by(large_without_options, XLA_FLAGS=common.inherited_flags(given))[0] for given in flags]
     assert said[0] == str(expected) != said[1]
+
+
+LOGS_STREAMS = {"TF_CPP_MIN_LOG_LEVEL": "0", "TF_CPP_VMODULE": "execution_stream_assignment=3"}
+
+
+def three_residuals_in_microbatches(gpu):
+    def step(x, w):
+        x, down = tag(x, "layer_input"), w[1].astype(x.dtype)
+        hidden = tag(jax.nn.silu(tag(x @ w[0].astype(x.dtype), "fc1")), "act")
+        return x + hidden @ down, None
+
+    policy = Policy(OFFLOADED | {"act": "offload"}, min_offload_bytes=0)
+    loss = lambda w, x: jnp.mean(scan(step, x, w, policy=policy)[0].astype(jnp.float32) ** 2)
+    xs = jax.ShapeDtypeStruct((8, *X.shape), X.dtype)
+    return compiled(gpu, lambda w, xs: accumulate(loss)(w, xs)[1], weights(LAYERS), xs).memory_analysis()
+
+
+@pytest.mark.slow
+@pytest.mark.claim("copies-both-ways")
+def test_copies_that_go_one_way_share_no_stream_with_those_that_go_the_other_way(gpu):
+    """XLA says in its log which stream it deals a copy to. It makes one iteration out of two."""
+    log = said_by(three_residuals_in_microbatches, **LOGS_STREAMS)[1]
+    streams, loop = defaultdict(lambda: ([], [])), None
+    for line in log.splitlines():
+        if "streams to computation: " in line:
+            loop = line.rpartition(" ")[2]
+        elif "execution scope: instr=" in line:
+            name, stream = re.search(r"instr=(\S+) stream=(\S+)", line).groups()
+            streams[loop, "double_buffer_clone" in name]["update" in name].append(stream)
+    both = [(reads, writes) for reads, writes in streams.values() if len(reads) == len(writes) == 3]
+    assert len(both) >= 4  # both halves of the two loops that are the halves of the loop over microbatches
+    assert [reads for reads, writes in both if set(reads) & set(writes)] == []
 
 
 @pytest.mark.claim("copies-begin")

@@ -155,9 +155,42 @@ def _advance(loops: list[LayerLoop], layers: int) -> None:
         return [derived._replace(cotangents=derived.cotangents._replace(carry=cotangents)), computed]
 
     states = [loop.state for loop in loops]
-    states = iteration(0, states) if layers == 1 else lax.fori_loop(0, layers, iteration, states, unroll=unroll)
+    if layers == 1:
+        states = iteration(0, states)
+    else:
+        body = lambda i, carry: _carry_of(iteration(i, _states_of(carry)))
+        states = _states_of(lax.fori_loop(0, layers, body, _carry_of(states), unroll=unroll))
     for loop, state in zip(loops, states, strict=True):
         loop.state, loop.done = state, loop.done + layers
+
+
+class _Carry(NamedTuple):
+    """States of passes, of two without the pairs of a stack on the host that one writes and what the other fetches.
+
+    XLA deals the copies of a loop out to four streams in the order of its carry. In pairs, those to the host and those
+    from it get streams of their own, and none waits for one that goes the other way (docs/upstream.md).
+    """
+
+    pairs: list[tuple[Any, Any]]
+    states: list[Any]
+
+
+def _carry_of(states: list[Any]) -> _Carry:
+    if len(states) == 1:
+        return _Carry([], states)
+    back, forth = states
+    pairs = list(zip(forth.saved.host, back.fetched, strict=False))  # one pass may copy more than the other
+    saved = forth.saved._replace(host=forth.saved.host[len(pairs) :])
+    return _Carry(pairs, [back._replace(fetched=back.fetched[len(pairs) :]), forth._replace(saved=saved)])
+
+
+def _states_of(carry: _Carry) -> list[Any]:
+    if not carry.pairs:
+        return carry.states
+    back, forth = carry.states
+    written, fetched = map(list, zip(*carry.pairs, strict=True))
+    saved = forth.saved._replace(host=written + forth.saved.host)
+    return [back._replace(fetched=fetched + back.fetched), forth._replace(saved=saved)]
 
 
 def _is_inlined(loops: list[LayerLoop], layers: int, unroll: int) -> bool:
@@ -261,10 +294,11 @@ def forward_layer(
     def layer(i: Any, state: ForwardState, inlined: bool) -> ForwardState:
         fence = lax.optimization_barrier if inlined else lambda carry: carry
         carry, ys, saved = fence(state.carry), state.ys, state.saved
+        row = lax.convert_element_type(i, jnp.uint32)  # XLA deals first to what reads the counter of the loop itself
         host = []
         for stack, x, copy in zip(saved.host, saved.last, segment.copies, strict=True):
             with copy:
-                host.append(stack if _is_padding(i) else put_row(stack, to_host(x), i))
+                host.append(stack if _is_padding(i) else put_row(stack, to_host(x), row))
         i_device = i + zero
         i_xs = loops.row(segment.start + i_device)
         outs = compute(*consts, *carry, *(take_row(x, i_xs) for x in xs))

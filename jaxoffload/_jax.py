@@ -128,7 +128,8 @@ ELEMENTWISE |= {"shift_left", "shift_right_arithmetic", "shift_right_logical", "
 ELEMENTWISE |= {"stop_gradient", "sub", "tan", "tanh", "xor"}
 MATMULS = {"dot_general", "ragged_dot_general"}
 # One kernel computes all results: recomputing one of them recomputes all. JAX's own kernels, and calls of others'.
-KERNELS = {"pallas_call", "ffi_call", "dot_product_attention_fwd_wrapper", "dot_product_attention_fp8_fwd_wrapper"}
+_PALLAS = {"pallas_call", "mpmd_map"}
+KERNELS = _PALLAS | {"ffi_call", "dot_product_attention_fwd_wrapper", "dot_product_attention_fp8_fwd_wrapper"}
 # XLA's own of which that is true too, but each result has a name of its own.
 SORTING = {"top_k", "sort"}
 REDUCTIONS = {"argmax", "argmin", "reduce_and", "reduce_max", "reduce_min", "reduce_or", "reduce_prod", "reduce_sum"}
@@ -143,7 +144,7 @@ ALONE = SORTING | {"cumsum"} | COLLECTIVES
 # Some of an operand is written in place: the number of the operand that says how much.
 IN_PLACE = {"dynamic_update_slice": 1, "scatter": 2, "scatter-add": 2}
 # The FLOPs are unknown, or only the operands' shapes tell.
-OPAQUE = {"pallas_call", "ffi_call", "custom_vmap_call", "conv_general_dilated", "fft", "cholesky", "triangular_solve"}
+OPAQUE = _PALLAS | {"ffi_call", "custom_vmap_call", "conv_general_dilated", "fft", "cholesky", "triangular_solve"}
 # What draws random numbers from a key.
 DRAWS = {"random_bits", "random_gamma", "rng_bit_generator"}
 # Kernels and control flow: XLA fuses them with nothing.

@@ -6,8 +6,9 @@ reference, or under a policy on trial, is never taken for one of the program.
 
 import contextlib
 import dataclasses
+import functools
 from collections.abc import Callable, Iterator
-from typing import Any
+from typing import Any, cast
 
 import jax
 from jax.extend.core import Jaxpr
@@ -95,3 +96,15 @@ def as_reference[F: Callable[..., Any]](f: F) -> F:
     the outer plan decides on the inner one's names too, as JAX's own checkpoints do.
     """
     return under(reference=True)(f)
+
+
+def alike_everywhere[F: Callable[..., Any]](f: F) -> F:
+    """Return `f`, a function of arrays without names and scans, traced once for all records."""
+    jitted = jax.jit(f)
+
+    @functools.wraps(f)
+    def call(*args: Any) -> Any:
+        with _record(Tracing()):
+            return jitted(*args)
+
+    return cast(F, call)

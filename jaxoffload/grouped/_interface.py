@@ -13,6 +13,7 @@ import numpy as np
 from jax import lax
 
 from .._errors import Problem, UserError
+from .._tracing import alike_everywhere
 from ._tensor import GroupedTensor
 
 
@@ -146,8 +147,9 @@ def batched_alike(f: Callable[..., jax.Array]) -> Callable[..., jax.Array]:
 
 
 def unbatched(name: str, f: Callable[..., jax.Array]) -> Callable[..., jax.Array]:
-    """Return `f`, with an error under vmap that names the backend instead of what its kernel would raise."""
-    guarded = jax.custom_batching.custom_vmap(f)
+    """Return `f`, whose kernel is traced once for all layers and policies, with an error under vmap that names the
+    backend instead of what the kernel would raise."""
+    guarded = jax.custom_batching.custom_vmap(alike_everywhere(f))
 
     @guarded.def_vmap
     def refuse(axis_size: int, in_batched: Any, *args: Any) -> Any:

@@ -9,11 +9,16 @@ import jax
 from jax.extend.core import Jaxpr, JaxprEqn, Var
 from jax.extend.core.primitives import cond_p, scan_p
 
-from ..._jax import CALLS, CUSTOM_RULES, FORWARD, SHARD_MAP, partial_eval_rules, traced_function
+from ..._jax import CALLS, CUSTOM_RULES, FORWARD, KERNELS, SHARD_MAP, partial_eval_rules, traced_function
 
 
 def nested(eqn: JaxprEqn) -> list[Jaxpr]:
-    """Return all jaxprs among an equation's parameters, those that autodiff replaces or ignores included."""
+    """Return all jaxprs among an equation's parameters, those that autodiff replaces or ignores included.
+
+    Not that of a kernel, which is long and holds nothing of ours.
+    """
+    if eqn.primitive.name in KERNELS:
+        return []
     trees = [value for value in eqn.params.values() if type(value) not in _LEAVES and not _is_shape(value)]
     trees += [traced_function(eqn)] if eqn.primitive.name in CUSTOM_RULES else []
     return [leaf for leaf in jax.tree.leaves(trees) if isinstance(leaf, Jaxpr)] if trees else []

@@ -292,9 +292,13 @@ def provenance(program: str, options: argparse.Namespace, devices: int = 1) -> d
     return {
         "device": f"{count} {jax.devices()[0].device_kind} ({jax.devices()[0].platform})",
         "versions": versions(),
-        "command": shlex.join(["python", "-m", f"benchmarks.{program}", *sys.argv[1:]]),
+        "command": command_of(program),
         "commit": options.commit,
     }
+
+
+def command_of(program: str) -> str:
+    return shlex.join(["python", "-m", f"benchmarks.{program}", *sys.argv[1:]])
 
 
 def versions() -> dict[str, str]:

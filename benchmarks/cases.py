@@ -1,6 +1,6 @@
 """The layers that benchmarks run, the example model's, and the ways to run them: with ours, or with plain JAX.
 
-A step is the gradient of a stack of layers, in bf16 on float32 weights, and an SGD update in place.
+A step is the gradient of a stack of layers, in bf16 and by default on float32 weights, and an SGD update in place.
 """
 
 import argparse
@@ -22,6 +22,7 @@ from models import config
 from models.attention import rotations
 from models.config import Model
 from models.sharding import RULES, make_mesh, on_mesh, param_shardings
+from models.step import in_dtype
 from models.transformer import Layer, flops_per_token, stacked
 
 OVERLAP = compiler_options("gpu")
@@ -46,6 +47,7 @@ SIZES: dict[str, Any] = {
     "capacity": 0.0,  # rows per expert device, as a multiple of an even share; 0: all
     "fsdp": 1,  # GPUs that split batch and weights
     "expert": 1,  # GPUs that split batch and experts
+    "param_dtype": "float32",  # of the weights, and of the sums of their gradients
 }
 
 
@@ -80,11 +82,13 @@ def best(offloaded: str, saved: str = "", copy_ms: float | None = None, **fields
 def shape_of(options: argparse.Namespace) -> dict[str, Any]:
     """Return what every result file records about its layers."""
     more = {"case": options.case} if "case" in options else {}
-    return more | {key: getattr(options, key) for key in SIZES} | {"dtype": "bfloat16 on float32"}
+    sizes = {key: getattr(options, key) for key in SIZES}
+    dtype = sizes.pop("param_dtype")
+    return more | sizes | {"dtype": f"bfloat16 on {dtype}"}
 
 
 def model_of(case: Case, options: argparse.Namespace) -> Model:
-    keys = ("layers", "d_model", "kv_heads", "head_dim", "qk_norm", "attention")
+    keys = ("layers", "d_model", "kv_heads", "head_dim", "qk_norm", "attention", "param_dtype")
     keys += ("experts", "experts_per_token", "d_expert", "grouped", "capacity")
     fields = {key: getattr(options, key) or None for key in keys} | {"d_ff": options.d_model * 7 // 2}
     heads = options.heads or options.d_model // options.head_dim
@@ -101,11 +105,12 @@ def model_flops(case: Case, options: argparse.Namespace) -> float:
 
 
 def start(case: Case, options: argparse.Namespace) -> Callable[[], tuple[Any, Any]]:
-    """Return the function that makes the stacked float32 weights and the bf16 activations (batch, seq, d_model)."""
+    """Return the function that makes the stacked weights and the bf16 activations (batch, seq, d_model)."""
     shape = model_of(case, options)
 
     def make() -> tuple[Any, Any]:
         weights = nnx.state(stacked(shape.layers, lambda rngs: Layer(shape, rngs), nnx.Rngs(params=0)))
+        weights = in_dtype(weights, shape.param_dtype)
         x = jax.random.normal(jax.random.key(1), (options.batch, options.seq, options.d_model), jnp.bfloat16)
         return weights, x
 

@@ -5,13 +5,17 @@ import json
 import runpy
 import shlex
 import sys
+from subprocess import PIPE
 
+import common
 import jax
 import jax.numpy as jnp
 import pytest
+from common import PATIENCE, ROOT
 
-from benchmarks import bench, dense, losses, plans, stages
+from benchmarks import bench, dense, losses, plans, pytorch, stages
 from jaxoffload import Policy
+from jaxoffload.proof._program import hlo
 
 pytestmark = pytest.mark.usefixtures("compiled_fast")
 GATE, ALL = "gate moved, the rest saved", "all moved"
@@ -124,6 +128,51 @@ def test_plans_run_beside_other_policies(run, tmp_path, monkeypatch):
     assert not plan or (plan["seconds"] > 0 and Policy(**plan["policy"]))
 
 
+@pytest.mark.long
+def test_ours_and_pytorch_are_put_together(monkeypatch, tmp_path, capsys):
+    """PyTorch's process is a stand-in that prints what `benchmarks.torch_layers` prints."""
+    facts = {"times_ms": [40.0, 60.0], "weight_bytes": 2**30, "peak_bytes": 5 * 2**30, "kernels_ms": {"matmuls": 8.0}}
+    said = {"device": "cpu", "versions": {"torch": "2.11"}, "modes": {"nothing recomputed": facts}}
+    ours = [mode for mode in pytorch.OURS if mode != "everything saved"]
+    arguments = [*shlex.split(LAYERS), "--microbatches", "2", "--modes", *ours, "nothing recomputed", "--out"]
+    options = lambda path: monkeypatch.setattr(sys, "argv", ["pytorch", *arguments, str(path)]) or pytorch.parse()
+
+    def child(peer, options, is_last):
+        assert is_last  # of one round
+        with jax.numpy_rank_promotion("allow"):
+            return said if peer == "torch" else pytorch.run_ours(options)
+
+    monkeypatch.setenv("XLA_PYTHON_CLIENT_MEM_FRACTION", "1")
+    monkeypatch.setattr(pytorch, "run_child", child)
+    pytorch.main(options(tmp_path / "both.json"))
+    result = json.loads((tmp_path / "both.json").read_text())
+    assert result["peers"]["ours"].keys() == set(ours) and result["shape"]["dtype"] == "bfloat16 on bfloat16"
+    of = result["peers"]["torch"]["nothing recomputed"]
+    assert (of["ms"], of["step_ms"], of["beyond_gib"]) == (25.0, 50.0, 3.0)
+    ms = result["peers"]["ours"]["interleaved, all moved"]["ms"]
+    assert result["ratios"] == {"all moved / PyTorch, nothing recomputed": pytest.approx(ms / 25.0, abs=1e-3)}
+    printed = capsys.readouterr().out
+    assert "| PyTorch, nothing recomputed | 25 ms | 5.0 GiB | 3.0 GiB | not known |" in printed
+    assert "| PyTorch, nothing recomputed | 4.0 |" in printed  # a microbatch
+
+
+@pytest.mark.gpu
+@pytest.mark.slow
+def test_pytorch_runs_the_same_layers_in_each_mode():
+    pytest.importorskip("torch")
+    sizes = {"layers": 2, "d_model": 256, "head_dim": 64, "kv_heads": 2, "seq": 256, "batch": 2, "microbatches": 2}
+    given = {"modes": pytorch.TORCH, "steps": 1, "sizes": sizes | {"param_dtype": "bfloat16"}}
+    command = [sys.executable, "-m", "benchmarks.torch_layers", json.dumps(given)]
+    out, err = common.start(command, stdout=PIPE, stderr=PIPE, text=True, cwd=ROOT).communicate(timeout=PATIENCE)
+    assert out, err
+    modes = json.loads(out.splitlines()[-1])["modes"]
+    assert modes.keys() == set(pytorch.TORCH)
+    assert all(of["kernels_ms"].keys() >= {"matmuls", "attention", "norms", "idle"} for of in modes.values())
+    peak = {mode: of["peak_bytes"] for mode, of in modes.items()}
+    assert peak["everything recomputed"] < peak["selective checkpointing"] < peak["nothing recomputed"]
+    assert peak["moved by hooks"] < peak["nothing recomputed"]
+
+
 # -------------------------------------------------------------------------------------------------- compiled and timed
 
 
@@ -221,6 +270,30 @@ def test_a_plan_is_judged_by_the_fastest_policy_that_fits():
     assert plans.judged(30.0, {}, lines) == {"budget_gib": 30.0, "best": "save", "runs": False}
     assert plans.budgets_of(10.0, 20.0) == {"least": 10.2, "middle": 15.1, "all": 20.0}
     assert plans.budgets_of(10.0, 9.0) == dict.fromkeys(("least", "middle", "all"), 10.2)
+
+
+def test_what_a_kernel_computes_is_read_from_its_fusion():
+    bodies = {
+        "norms": ["multiply", "reduce", "add"],
+        "RoPE": ["multiply", "concatenate"],
+        "activation": ["logistic", "multiply"],
+        "sums of gradients": ["dynamic-slice", "add", "dynamic-update-slice"],
+        "copies into stacks": ["add", "dynamic-update-slice"],
+        "casts": ["convert"],
+        "zeros": ["broadcast"],
+        "other": ["add", "convert"],
+    }
+    text = "HloModule step, is_scheduled=true\n"
+    for number, opcodes in enumerate(bodies.values()):
+        ops = "".join(f"  %op.{i} = f32[4]{{0}} {opcode}(%p)\n" for i, opcode in enumerate(opcodes))
+        text += f"\n%body.{number} (p: f32[4]) -> f32[4] {{\n  %p = f32[4]{{0}} parameter(0)\n{ops}}}\n"
+    fusion = "  %fusion.{0} = f32[4]{{0}} fusion(%x), kind=kLoop, calls=%body.{0}\n"
+    gemm = '  %gemm = f32[4]{0} custom-call(%x), custom_call_target="__cublas$lt$matmul"\n'
+    fusions = "".join(fusion.format(i) for i in range(len(bodies)))
+    text += f"\nENTRY %main (x: f32[4]) -> f32[4] {{\n  %x = f32[4]{{0}} parameter(0)\n{fusions}{gemm}}}\n"
+    module = hlo.parse(text)
+    assert [pytorch.kind_of(f"fusion.{i}", module) for i in range(len(bodies))] == list(bodies)
+    assert (pytorch.kind_of("gemm", module), pytorch.kind_of("unknown", module)) == ("matmuls", "other")
 
 
 def test_every_offload_of_a_config_becomes_save():

@@ -1,0 +1,203 @@
+"""Layers trained by ours and by PyTorch, on one card: step time, device memory, and where the GPU's time goes.
+
+    python -m benchmarks.pytorch [--param_dtype bfloat16] [--out FILE]
+
+A step sums the gradients of the microbatches in the dtype of the weights, and descends along them. In each of the
+rounds a process of each peer runs all of its modes. `beyond_gib`: the device's memory without weights and gradients,
+of ours as XLA plans it, of PyTorch as its allocator counts it. `kernels_ms`: of a traced step, by what they compute;
+of a fusion that does several things, the first of `KINDS`.
+"""
+
+import argparse
+import json
+import statistics
+import subprocess
+import sys
+import tempfile
+from collections import Counter
+from pathlib import Path
+from typing import Any
+
+import jax
+
+from benchmarks import bench
+from benchmarks.bench import GIB, Variant, markdown
+from benchmarks.cases import SIZES, group_of, model_flops, ours, shape_of
+from benchmarks.dense import CASE
+from jaxoffload.proof._program import hlo
+from jaxoffload.proof._program.kernels import kind_of_kernel
+from jaxoffload.proof._program.trace import length, merged, traced
+from models import metrics
+
+MOVED = dict.fromkeys(CASE.moved, "offload")
+OURS = {
+    "interleaved, all moved": ours(MOVED),
+    "interleaved, gate and keys moved": ours(
+        dict.fromkeys(CASE.moved, "save") | dict.fromkeys((CASE.fc1[0], "attn/k"), "offload")
+    ),
+    "everything saved": ours(dict.fromkeys(CASE.moved, "save")),
+    "everything recomputed": ours({}),
+}
+TORCH = ("nothing recomputed", "selective checkpointing", "everything recomputed", "moved by hooks")
+RATIOS = {
+    "all moved / PyTorch, nothing recomputed": ("interleaved, all moved", "nothing recomputed", "ms"),
+    "everything saved / PyTorch, nothing recomputed": ("everything saved", "nothing recomputed", "ms"),
+    "all moved / PyTorch, selective checkpointing": ("interleaved, all moved", "selective checkpointing", "ms"),
+    "memory: all moved / PyTorch, everything recomputed": (
+        *("interleaved, all moved", "everything recomputed", "beyond_gib"),
+    ),
+}
+
+# Kind -> the operations of a fusion, any of which decides; otherwise it is "other".
+KINDS = {
+    "copies": {"dynamic-slice-start", "dynamic-update-slice-start", "copy-start"},
+    "RoPE": {"concatenate"},
+    "norms": {"rsqrt", "reduce"},
+    "activation": {"logistic", "exponential", "tanh"},
+    "sums of gradients": {"sum"},  # a row is read, added to and written
+    "copies into stacks": {"dynamic-update-slice"},
+    "other": {"add", "multiply", "subtract"},
+    "casts": {"convert"},
+    "zeros": {"broadcast"},
+}
+
+
+def kind_of(op: str, module: hlo.Module) -> str:
+    """Return what a kernel computes, by the instruction that it is of."""
+    line = next((lines[op] for lines in module.computations.values() if op in lines), None)
+    if line is None:
+        return "other"
+    if known := kind_of_kernel(line):
+        return {"attention kernels": "attention"}.get(known, known)
+    inside = {line.opcode, *(each.opcode for each in module.called(line))}
+    inside |= {"sum"} if {"dynamic-slice", "add", "dynamic-update-slice"} <= inside else set()
+    return next((kind for kind, opcodes in KINDS.items() if opcodes & inside), "other")
+
+
+def kernels(variant: Variant, options: argparse.Namespace) -> dict[str, float]:
+    """Return the milliseconds of a step's kernels by kind, and those in which none ran. Without command buffers: in
+    these a trace does not say which instruction a kernel is of."""
+    alone = variant._replace(options=variant.options | {"xla_gpu_enable_command_buffer": ""})
+    group = group_of(CASE, options, {("", ""): alone}, microbatches=options.microbatches)
+    step = group.steps["", ""].run
+    if step is None:
+        return {}
+    state = step(*group.initial())
+    module = hlo.parse(step.as_text())
+    events = [e for e in traced(lambda: jax.block_until_ready(step(*state))) if e.module == module.name]
+    on_device = [e for e in events if not e.direction]
+    spans = merged((e.start, e.end) for e in on_device)
+    found = Counter[str]()
+    for e in on_device:
+        found["zeros" if e.name.startswith("Memset") else kind_of(e.op, module)] += (e.end - e.start) / 1e6
+    return {**found, "idle": (spans[-1][1] - spans[0][0] - length(spans)) / 1e6}
+
+
+def run_ours(options: argparse.Namespace) -> dict[str, Any]:
+    """Return the facts of each mode, as PyTorch's process prints its own."""
+    bench.prepare()
+    variants = {(mode, ""): OURS[mode] for mode in options.modes if mode in OURS}
+    group = group_of(CASE, options, variants, microbatches=options.microbatches)
+    weights = sum(w.size * w.dtype.itemsize for w in jax.tree.leaves(jax.eval_shape(group.initial)[0]))
+    once = argparse.Namespace(steps=options.steps, rounds=0, profile=[])
+    bench.measure(group, once)
+    modes = {}
+    for (mode, _), step in group.steps.items():
+        facts = modes[mode] = step.facts
+        if "step_ms" in facts:
+            facts["times_ms"] = [*facts["spread_ms"], facts["step_ms"]]
+            facts |= {"weight_bytes": weights, "peak_bytes": facts["all_gib"] * GIB}
+            if mode in options.profile and jax.default_backend() == "gpu":
+                facts["kernels_ms"] = kernels(variants[mode, ""], options)
+    return {"device": jax.devices()[0].device_kind, "versions": bench.versions(), "modes": modes}
+
+
+def run_child(peer: str, options: argparse.Namespace, is_last: bool) -> dict[str, Any]:
+    """Run a peer in a process of its own, and return what it found. In the last round it traces kernels, too."""
+    if peer == "ours":
+        with tempfile.NamedTemporaryFile() as file:
+            command = ["benchmarks.pytorch", *sys.argv[1:], "--child", "--out", file.name]
+            command += [] if is_last else ["--no-profile"]
+            subprocess.run([sys.executable, "-m", *command], check=True)
+            return json.loads(Path(file.name).read_text())
+    sizes = {name: getattr(options, name) for name in (*SIZES, "microbatches")}
+    modes = [mode for mode in TORCH if mode in options.modes]
+    given = json.dumps({"modes": modes, "steps": options.steps, "sizes": sizes})
+    command = ["benchmarks.torch_layers", given]
+    done = subprocess.run([sys.executable, "-m", *command], check=True, stdout=subprocess.PIPE, text=True)
+    return json.loads(done.stdout.splitlines()[-1])
+
+
+def together(rounds: list[dict[str, Any]], options: argparse.Namespace, device: str) -> dict[str, Any]:
+    """Return the facts of a peer's modes, of all rounds."""
+    found = {}
+    for mode in rounds[0]["modes"]:
+        each = [of["modes"][mode] for of in rounds]
+        times = [ms for of in each for ms in of.get("times_ms", [])]
+        if not times:
+            found[mode] = each[0]
+            continue
+        step_ms, flops = statistics.median(times), options.microbatches * model_flops(CASE, options)
+        facts = {"ms": step_ms / options.microbatches, "step_ms": step_ms, "spread_ms": [min(times), max(times)]}
+        facts["mfu"] = metrics.mfu(1e3 * flops / step_ms, device)
+        if "peak_bytes" in each[0]:
+            peak, weights = (max(of[name] for of in each) / GIB for name in ("peak_bytes", "weight_bytes"))
+            facts |= {"all_gib": peak, "beyond_gib": peak - 2 * weights}
+        facts["kernels_ms"] = each[-1].get("kernels_ms", {})
+        found[mode] = facts
+    return json.loads(json.dumps(found), parse_float=lambda x: round(float(x), 4))
+
+
+def ratios(found: dict[str, dict[str, Any]]) -> dict[str, float]:
+    """Return `RATIOS` of what ran."""
+    of = lambda peer, mode, what: found.get(peer, {}).get(mode, {}).get(what)
+    both = {name: (of("ours", a, what), of("torch", b, what)) for name, (a, b, what) in RATIOS.items()}
+    return {name: round(a / b, 4) for name, (a, b) in both.items() if a and b}
+
+
+def tables(result: dict[str, Any]) -> str:
+    """Return time and memory, and milliseconds of a microbatch by kind, as Markdown tables."""
+    ran = [
+        (f"{who}, {mode}", of)
+        for peer, who in (("torch", "PyTorch"), ("ours", "**jaxoffload**"))
+        for mode, of in result["peers"].get(peer, {}).items()
+        if "ms" in of
+    ]
+    memory = lambda of: [f"{of[name]:.1f} GiB" if name in of else "" for name in ("all_gib", "beyond_gib")]
+    share = lambda of: f"{100 * of['mfu']:.1f} %" if of["mfu"] else "not known"
+    rows = [[who, f"{of['ms']:.0f} ms", *memory(of), share(of)] for who, of in ran]
+    head = ["", "step per microbatch", "device memory", "beyond weights and gradients", "model FLOP utilisation"]
+    kinds = list(dict.fromkeys(kind for _, of in ran for kind in of["kernels_ms"]))
+    count = result["microbatches"]
+    of_kinds = [[who, *(f"{of['kernels_ms'].get(kind, 0) / count:.1f}" for kind in kinds)] for who, of in ran]
+    return "\n\n".join([markdown(head, *rows), markdown(["ms", *kinds], *of_kinds)])
+
+
+def main(options: argparse.Namespace) -> None:
+    result: dict[str, Any] = {}
+    rounds: dict[str, list[dict[str, Any]]] = {"torch": [], "ours": []}
+    for number in range(options.rounds):
+        for peer, of in rounds.items():
+            of.append(run_child(peer, options, number == options.rounds - 1))
+            found = {peer: together(of, options, of[0]["device"]) for peer, of in rounds.items() if of}
+            devices = {of[0]["device"] for of in rounds.values() if of}
+            versions = {name: number for of in rounds.values() if of for name, number in of[0]["versions"].items()}
+            result = {"device": f"1 {' and '.join(sorted(devices))}", "versions": versions}
+            result |= {"command": bench.command_of("pytorch"), "commit": options.commit, "shape": shape_of(options)}
+            result |= {"microbatches": options.microbatches, "peers": found, "ratios": ratios(found)}
+            bench.write(options, result)
+    print(tables(result), json.dumps(result["ratios"], indent=1), sep="\n\n")
+
+
+def parse() -> argparse.Namespace:
+    more = {"layers": 8, "param_dtype": "bfloat16", "microbatches": 8, "rounds": 2, "child": False}
+    more["profile"] = ["interleaved, all moved", "everything saved"]
+    return bench.parser(__doc__, "pytorch", **SIZES | more, modes=[*dict.fromkeys((*OURS, *TORCH))]).parse_args()
+
+
+if __name__ == "__main__":
+    options = parse()
+    if options.child:
+        bench.write(options, run_ours(options))
+    else:
+        main(options)

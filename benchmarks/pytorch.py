@@ -98,7 +98,8 @@ def run_ours(options: argparse.Namespace) -> dict[str, Any]:
     bench.prepare()
     variants = {(mode, ""): OURS[mode] for mode in options.modes if mode in OURS}
     group = group_of(CASE, options, variants, microbatches=options.microbatches)
-    weights = sum(w.size * w.dtype.itemsize for w in jax.tree.leaves(jax.eval_shape(group.initial)[0]))
+    made = jax.eval_shape(group.initial)
+    weights, state = (sum(x.size * x.dtype.itemsize for x in jax.tree.leaves(of)) for of in (made[0], made))
     once = argparse.Namespace(steps=options.steps, rounds=0, profile=[])
     bench.measure(group, once)
     modes = {}
@@ -106,7 +107,8 @@ def run_ours(options: argparse.Namespace) -> dict[str, Any]:
         facts = modes[mode] = step.facts
         if "step_ms" in facts:
             facts["times_ms"] = [*facts["spread_ms"], facts["step_ms"]]
-            facts |= {"weight_bytes": weights, "peak_bytes": facts["all_gib"] * GIB}
+            # Without the batch that a step returns for the next one.
+            facts |= {"weight_bytes": weights, "peak_bytes": state + facts["temp_gib"] * GIB}
             if mode in options.profile and jax.default_backend() == "gpu":
                 facts["kernels_ms"] = kernels(variants[mode, ""], options)
     return {"device": jax.devices()[0].device_kind, "versions": bench.versions(), "modes": modes}

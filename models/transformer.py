@@ -258,7 +258,9 @@ def cross_entropy(model: Transformer, x_BxSxD: jax.Array, targets_BxS: jax.Array
         x_PxBxCxD = rms_norm(x_PxBxCxD, scale_PxD[:, None, None], model.config.norm_eps)
         logits_PxBxCxV = jnp.einsum("PBCD,PVD->PBCV", x_PxBxCxD, table_PxVxD.astype(x_PxBxCxD.dtype))
         logits_PxBxCxV = constrain(logits_PxBxCxV, "logits").astype(jnp.float32)
-        target_PxBxC = jnp.take_along_axis(logits_PxBxCxV, targets_PxBxC[..., None], axis=-1)[..., 0]
+        # A gather's gradient is a scatter, for which XLA would write those of the logits in float32.
+        is_target_PxBxCxV = jax.nn.one_hot(targets_PxBxC, logits_PxBxCxV.shape[-1], dtype=bool)
+        target_PxBxC = jnp.sum(logits_PxBxCxV, axis=-1, where=is_target_PxBxCxV)
         return total_P + jnp.sum(jax.nn.logsumexp(logits_PxBxCxV, axis=-1) - target_PxBxC, axis=(1, 2)), None
 
     total_P, _ = jax.lax.scan(add, jnp.zeros(P, jnp.float32), chunks)

@@ -14,7 +14,7 @@ from typing import Any, NamedTuple
 
 import jax
 from jax.extend.core import Jaxpr, JaxprEqn, Var
-from jax.extend.core.primitives import jit_p, reshape_p
+from jax.extend.core.primitives import convert_element_type_p, jit_p, reshape_p
 from jax.ref import AbstractRef
 
 from ..._jax import add_jaxvals, evaluate, has_effects, in_memory_of
@@ -100,6 +100,16 @@ class Gradient:
                     numbers[before] = numbers.pop(eqn.outvars[0])
         backward = [(scan.backward.params["loops"], scan.backward.outvars) for scan in self.scans]
         return {v: numbers[v] for loops, outs in backward for v in outs[loops.consts + loops.carry :] if v in numbers}
+
+    @functools.cached_property
+    def rounded(self) -> dict[tuple[Any, Any], Any]:
+        """What a gradient was before its last conversion, by the gradient and the dtype that it had.
+
+        XLA adds a scatter to its sum in place, but not where it is rounded before.
+        """
+        converts = [eqn for eqn in self.jaxpr.eqns[self.cut :] if eqn.primitive is convert_element_type_p]
+        both: list[tuple[Any, Any]] = [(eqn.outvars[0], eqn.invars[0]) for eqn in converts]
+        return {(after, before.aval.dtype): before for after, before in both}
 
     @property
     def sums(self) -> list[Any]:
@@ -335,7 +345,7 @@ def backward(program: Program, between: BetweenPasses, sums: Sequence[Any]) -> P
     is_zero = zero_results(gradient.jaxpr)[gradient.results :]
     for number, v in enumerate(gradient.gradients):
         if not is_zero[number] and number not in in_place.values():
-            (ct,) = read([v], values)
+            (ct,) = read([gradient.rounded.get((v, sums[number].dtype), v)], values)
             sums[number] = add_jaxvals(sums[number], summand(ct, sums[number]))
     return sums
 

@@ -2,7 +2,8 @@
 
 import jax
 import jax.numpy as jnp
-from common import in_a_loop, normal, policy
+from autodiff import in_a_loop
+from common import normal, policy
 from jax import lax
 
 from jaxoffload import scan, tag

@@ -7,22 +7,8 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from common import (
-    assert_close,
-    assert_same_bits,
-    auto_mesh,
-    bytes_staying,
-    count,
-    equations,
-    in_a_loop,
-    normal,
-    on_cpu_and_gpu,
-    one_by_one,
-    policy,
-    run,
-    run_each,
-    runs,
-)
+from autodiff import bytes_staying, count, equations, in_a_loop, one_by_one, runs
+from common import assert_close, assert_same_bits, auto_mesh, normal, on_cpu_and_gpu, policy, run, run_each
 from jax import lax
 from jax.extend.core.primitives import device_put_p, dot_general_p
 from jax.sharding import AxisType, NamedSharding, PartitionSpec

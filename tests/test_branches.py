@@ -6,21 +6,8 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from common import (
-    assert_close,
-    assert_same_bits,
-    auto_mesh,
-    count,
-    gradient,
-    in_a_loop,
-    kept_bytes,
-    kept_values,
-    normal,
-    on_cpu_and_gpu,
-    place,
-    policy,
-    run_each,
-)
+from autodiff import count, gradient, in_a_loop, kept_bytes, kept_values, place
+from common import assert_close, assert_same_bits, auto_mesh, normal, on_cpu_and_gpu, policy, run_each
 from jax import lax
 
 from jaxoffload import chain, checkpoint, residuals, scan, tag

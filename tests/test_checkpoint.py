@@ -6,19 +6,8 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from common import (
-    assert_close,
-    assert_same_bits,
-    auto_mesh,
-    count,
-    gradient,
-    gradient_jaxpr,
-    kept,
-    normal,
-    policy,
-    run_each,
-    saving,
-)
+from autodiff import count, gradient, gradient_jaxpr, kept, saving
+from common import assert_close, assert_same_bits, auto_mesh, normal, policy, run_each
 from jax import lax
 
 from jaxoffload import chain, checkpoint, residuals, scan, tag

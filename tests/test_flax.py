@@ -10,7 +10,8 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
-from common import assert_close, assert_same_bits, fast_compiles, normal, policy, run, run_each, saving
+from autodiff import saving
+from common import assert_close, assert_same_bits, fast_compiles, normal, policy, run, run_each
 from flax import linen as nn
 from flax import nnx
 from flax.linen import fp8_ops

@@ -8,7 +8,8 @@ import jax
 import jax.numpy as jnp
 import jaxlib
 import pytest
-from common import auto_mesh, gradient, kept_bytes, normal, policy
+from autodiff import gradient, kept_bytes
+from common import auto_mesh, normal, policy
 
 from jaxoffload import (
     HostPoolFull,

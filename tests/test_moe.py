@@ -10,24 +10,8 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from common import (
-    accumulated,
-    assert_close,
-    assert_same_bits,
-    count,
-    equations,
-    exact_options,
-    fast_compiles,
-    gradient,
-    gradient_jaxpr,
-    in_a_loop,
-    kept_bytes,
-    needs_te,
-    normal,
-    policy,
-    run,
-    run_each,
-)
+from autodiff import accumulated, count, equations, gradient, gradient_jaxpr, in_a_loop, kept_bytes
+from common import assert_close, assert_same_bits, exact_options, fast_compiles, needs_te, normal, policy, run, run_each
 from flax import nnx
 from jax import lax
 from small_models import EXPERTS, TOKENS, on, start

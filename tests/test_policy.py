@@ -6,7 +6,8 @@ from decimal import Decimal
 import jax
 import jax.numpy as jnp
 import pytest
-from common import assert_same_bits, count, gradient, gradient_jaxpr, kept, normal, policy, run_each, saving
+from autodiff import count, gradient, gradient_jaxpr, kept, saving
+from common import assert_same_bits, normal, policy, run_each
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 from jax.ad_checkpoint import checkpoint_name

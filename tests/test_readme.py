@@ -12,7 +12,8 @@ import jax
 import jax.numpy as jnp
 import pytest
 import yaml
-from common import PATIENCE, count, kept, start
+from autodiff import count, kept
+from common import PATIENCE, start
 from jax.ad_checkpoint import checkpoint_name
 from pages import PAGES, README, ROOT
 from softmax_kernel import kernels, softmax

@@ -3,7 +3,8 @@
 import jax
 import jax.numpy as jnp
 import pytest
-from common import accumulated, assert_same_bits, gradient, in_a_loop, kept, normal, policy, run, run_each
+from autodiff import accumulated, gradient, in_a_loop, kept
+from common import assert_same_bits, normal, policy, run, run_each
 from jax import lax
 
 from jaxoffload import accumulate, chain, check, checkpoint, offload, residuals, scan, tag, verify

@@ -8,7 +8,8 @@ import tracemalloc
 import jax
 import jax.numpy as jnp
 import pytest
-from common import assert_same_bits, gradient, kept_bytes, normal, policy, run_each, saving
+from autodiff import gradient, kept_bytes, saving
+from common import assert_same_bits, normal, policy, run_each
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from jax import lax

@@ -8,20 +8,8 @@ import warnings
 import jax
 import jax.numpy as jnp
 import pytest
-from common import (
-    assert_same_bits,
-    auto_mesh,
-    count,
-    gradient,
-    gradient_jaxpr,
-    in_a_loop,
-    kept,
-    kept_bytes,
-    normal,
-    policy,
-    run_each,
-    saving,
-)
+from autodiff import count, gradient, gradient_jaxpr, in_a_loop, kept, kept_bytes, saving
+from common import assert_same_bits, auto_mesh, normal, policy, run_each
 from jax import lax
 from jax.ad_checkpoint import checkpoint_name
 from softmax_kernel import kernels, softmax

@@ -10,7 +10,8 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from common import assert_close, in_a_loop
+from autodiff import in_a_loop
+from common import assert_close
 from flax import nnx
 from jax.sharding import PartitionSpec as P
 from small_models import DENSE, TOKENS, on, start

@@ -6,7 +6,8 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from common import assert_close, assert_same_bits, normal, one_by_one
+from autodiff import one_by_one
+from common import assert_close, assert_same_bits, normal
 from jax import lax
 from jax.sharding import AxisType, NamedSharding, PartitionSpec
 from jax.sharding import PartitionSpec as P

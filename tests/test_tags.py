@@ -4,7 +4,8 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from common import equations, kept, normal, policy
+from autodiff import equations, kept
+from common import normal, policy
 from jax.ad_checkpoint import checkpoint_name
 
 from jaxoffload import checkpoint, residuals, scope, tag

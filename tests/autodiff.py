@@ -17,6 +17,14 @@ def saving(*names):
     return jax.checkpoint_policies.save_only_these_names(*names)
 
 
+def offloading(*names, saved=()):
+    """Return JAX's own policy that offloads these names, and saves others."""
+    where = {"offload_src": "device", "offload_dst": "pinned_host"}
+    return jax.checkpoint_policies.save_and_offload_only_these_names(
+        names_which_can_be_saved=[*saved], names_which_can_be_offloaded=[*names], **where
+    )
+
+
 def in_a_loop(f, *names):
     """The reference for a scan's body: `jax.checkpoint` that saves these names, as JAX recommends inside a scan."""
     return jax.checkpoint(f, policy=saving(*names), prevent_cse=False)

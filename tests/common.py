@@ -117,8 +117,10 @@ def free_port() -> int:
 
 
 def start(arguments: Sequence[str], **options: Any) -> subprocess.Popen:
-    """Start a process in a session of its own; conftest.py ends it, and all that it started, with the test."""
-    process = subprocess.Popen(arguments, start_new_session=True, **options)
+    """Start a process in a session of its own, with its output in a pipe; conftest.py ends it, and all that it started,
+    with the test."""
+    piped = {"stdout": subprocess.PIPE, "stderr": subprocess.STDOUT, "text": True}
+    process = subprocess.Popen(arguments, start_new_session=True, **piped | options)
     _started.append(process)
     return process
 

@@ -40,7 +40,7 @@ def gradient(f, argnums=0):
     return jax.grad(lambda *args: total(f(*args)), argnums=argnums)
 
 
-def one_by_one(loss, argnums=0, has_aux=False, reduction="mean"):
+def one_by_one(loss, argnums=0, has_aux=False, reduction="mean", sum_dtype=None):
     """The reference of `accumulate`: the loop over microbatches that a user would write."""
 
     def run(*args):
@@ -54,7 +54,7 @@ def one_by_one(loss, argnums=0, has_aux=False, reduction="mean"):
             return jax.tree.map(jnp.add, sums, (value, grads)), aux
 
         params = args[argnums] if isinstance(argnums, int) else tuple(args[n] for n in argnums)
-        zeros = jnp.float32(0), jax.tree.map(jnp.zeros_like, params)
+        zeros = jnp.float32(0), jax.tree.map(lambda x: jnp.zeros_like(x, sum_dtype), params)
         sums, aux = lax.scan(add, zeros, batch)
         count = len(jax.tree.leaves(batch)[0])
         value, grads = jax.tree.map(lambda x: x / count, sums) if reduction == "mean" else sums

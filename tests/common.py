@@ -45,14 +45,19 @@ def run(f, *args, **options):
 
 
 @contextlib.contextmanager
-def fast_compiles():
-    """On a CPU, switch most of XLA's optimizations off: whole training steps take longer to compile than to run."""
-    before = jax.config.values["jax_disable_most_optimizations"]
-    jax.config.update("jax_disable_most_optimizations", jax.default_backend() == "cpu")
+def setting(name, value):
+    """Give one of JAX's settings another value for a while."""
+    before = jax.config.values[name]
+    jax.config.update(name, value)
     try:
         yield
     finally:
-        jax.config.update("jax_disable_most_optimizations", before)
+        jax.config.update(name, before)
+
+
+def fast_compiles():
+    """On a CPU, switch most of XLA's optimizations off: whole training steps take longer to compile than to run."""
+    return setting("jax_disable_most_optimizations", jax.default_backend() == "cpu")
 
 
 def run_each(fs, *args):

@@ -511,11 +511,7 @@ ERRORS = [
     (lambda: accumulate(good, reduction="avg"), ValueError, "reduction 'avg' is not allowed; use 'mean' or 'sum'"),
     (lambda: accumulate(jnp.sum)(X), TypeError, "accumulate: no argument is a batch"),
     (lambda: accumulate(good, in_axes=1), ValueError, "accumulate: in_axes has 1; use 0 for a batch"),
-    (
-        lambda: evaluate(good, in_axes=(None, 0, 0))(X, X),
-        ValueError,
-        "in_axes has 3 entries for 2 positional",
-    ),
+    (lambda: evaluate(good, in_axes=(None, 0, 0))(X, X), ValueError, "in_axes has 3 entries for 2 positional"),
     (
         lambda: accumulate(good, in_axes=(None, {"a": 0}))(X, {"b": X}),
         ValueError,

@@ -122,15 +122,7 @@ def test_residuals_win_over_offload_modules(pattern):
 
 @pytest.mark.parametrize(
     "size, expected",
-    [
-        (0, 0),
-        (4096, 4096),
-        (" 17 B ", 17),
-        ("4KiB", 4096),
-        ("0.5GiB", 2**29),
-        ("2MB", 2 * 10**6),
-        ("2.01KB", 2010),
-    ],
+    [(0, 0), (4096, 4096), (" 17 B ", 17), ("4KiB", 4096), ("0.5GiB", 2**29), ("2MB", 2 * 10**6), ("2.01KB", 2010)],
 )
 def test_sizes_are_bytes_or_strings(size, expected):
     assert Policy(min_offload_bytes=size).min_offload_bytes == expected

@@ -604,10 +604,7 @@ def attending(x, w, attention=CUDNN):
     return jnp.sum(x.astype(jnp.float32) ** 2)
 
 
-ATTENDING = (
-    jax.ShapeDtypeStruct((2, 512, 512), jnp.bfloat16),
-    jax.ShapeDtypeStruct((4, 512, 8, 64), jnp.bfloat16),
-)
+ATTENDING = (jax.ShapeDtypeStruct((2, 512, 512), jnp.bfloat16), jax.ShapeDtypeStruct((4, 512, 8, 64), jnp.bfloat16))
 
 
 @pytest.fixture

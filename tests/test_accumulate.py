@@ -212,7 +212,7 @@ def test_weights_in_host_memory(each):
         value, grads = jax.jit(how(here))(jax.device_put(params, host), X)
         wanted = jax.jit(how(functools.partial(loss, kept, kept)))(params, X)
         assert {grad.sharding.memory_kind for grad in grads.values()} == {"pinned_host"}
-        assert_close((value, grads), wanted)
+        assert_close((value, grads), wanted, roundings=20)
 
 
 def test_parameters_on_no_mesh_under_microbatches_on_one_with_explicit_axes():
@@ -223,7 +223,7 @@ def test_parameters_on_no_mesh_under_microbatches_on_one_with_explicit_axes():
     want = run(one_by_one(functools.partial(loss_of, plain)), PARAMS["bias"], x)
     for spec in ((None, "data"), (None, None, "data")):
         xs = jax.device_put(x, NamedSharding(mesh, PartitionSpec(*spec)))
-        assert_close(run(accumulate(functools.partial(loss_of, ours)), PARAMS["bias"], xs), want)
+        assert_close(run(accumulate(functools.partial(loss_of, ours)), PARAMS["bias"], xs), want, roundings=20)
 
 
 def test_microbatches_without_tokens():
@@ -240,7 +240,8 @@ def test_microbatches_without_tokens():
     with jax.debug_nans(True):
         for rows, keep in ((2, some), (0, none[:, :0])):
             args = of_layers(PARAMS), X[:, :rows], keep
-            assert_close(jax.jit(f)(*args), jax.jit(one_by_one(functools.partial(loss_of, plain)))(*args))
+            wanted = jax.jit(one_by_one(functools.partial(loss_of, plain)))(*args)
+            assert_close(jax.jit(f)(*args), wanted, roundings=20)
 
 
 def drawing(key_of):

@@ -1,4 +1,4 @@
-"""Helpers of several tests: exact runs, what autodiff keeps, counts of equations, processes that end with the test."""
+"""Helpers of several tests: exact runs, how results are compared, processes that end with the test."""
 
 import contextlib
 import os
@@ -6,7 +6,6 @@ import signal
 import socket
 import subprocess
 import time
-from collections import Counter
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
@@ -15,12 +14,9 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from jax import lax
-from jax.extend.core import Var
+from autodiff import gradient, in_a_loop, kept, saving  # noqa: F401 (test_grouped.py and test_program.py import them)
 
-from jaxoffload import Policy, accumulate
-from jaxoffload._engine.jaxprs.walk import walk
-from jaxoffload._engine.microbatches.interleaved import interleaved_p
+from jaxoffload import Policy
 from jaxoffload.grouped import te
 from jaxoffload.proof import exact_options
 
@@ -49,14 +45,19 @@ def run(f, *args, **options):
 
 
 @contextlib.contextmanager
-def fast_compiles():
-    """On a CPU, switch most of XLA's optimizations off: whole training steps take longer to compile than to run."""
-    before = jax.config.values["jax_disable_most_optimizations"]
-    jax.config.update("jax_disable_most_optimizations", jax.default_backend() == "cpu")
+def setting(name, value):
+    """Give one of JAX's settings another value for a while."""
+    before = jax.config.values[name]
+    jax.config.update(name, value)
     try:
         yield
     finally:
-        jax.config.update("jax_disable_most_optimizations", before)
+        jax.config.update(name, before)
+
+
+def fast_compiles():
+    """On a CPU, switch most of XLA's optimizations off: whole training steps take longer to compile than to run."""
+    return setting("jax_disable_most_optimizations", jax.default_backend() == "cpu")
 
 
 def run_each(fs, *args):
@@ -94,115 +95,6 @@ def assert_close(got, want, roundings=100, size=None):
         np.testing.assert_allclose(a, b, rtol=0, atol=atol, err_msg=jax.tree_util.keystr(path))
 
 
-def saving(*names):
-    """Return JAX's own policy that saves these names."""
-    return jax.checkpoint_policies.save_only_these_names(*names)
-
-
-def in_a_loop(f, *names):
-    """The reference for a scan's body: `jax.checkpoint` that saves these names, as JAX recommends inside a scan."""
-    return jax.checkpoint(f, policy=saving(*names), prevent_cse=False)
-
-
-def total(out):
-    """Return a scalar that depends on all floating-point leaves of a pytree, each with its own weight."""
-    leaves = [x for x in jax.tree.leaves(out) if jnp.issubdtype(x.dtype, jnp.inexact)]
-    return sum((k + 1) * jnp.sum(x.astype(jnp.float32) ** 2) for k, x in enumerate(leaves))
-
-
-def gradient(f, argnums=0):
-    return jax.grad(lambda *args: total(f(*args)), argnums=argnums)
-
-
-def one_by_one(loss, argnums=0, has_aux=False, reduction="mean"):
-    """The reference of `accumulate`: the loop over microbatches that a user would write."""
-
-    def run(*args):
-        numbers = (argnums,) if isinstance(argnums, int) else argnums
-        batch = {n: x for n, x in enumerate(args) if n not in numbers}
-
-        def add(sums, microbatch):
-            given = dict(enumerate(args)) | microbatch
-            value, grads = jax.value_and_grad(loss, argnums, has_aux)(*(given[n] for n in range(len(args))))
-            value, aux = value if has_aux else (value, None)
-            return jax.tree.map(jnp.add, sums, (value, grads)), aux
-
-        params = args[argnums] if isinstance(argnums, int) else tuple(args[n] for n in argnums)
-        zeros = jnp.float32(0), jax.tree.map(jnp.zeros_like, params)
-        sums, aux = lax.scan(add, zeros, batch)
-        count = len(jax.tree.leaves(batch)[0])
-        value, grads = jax.tree.map(lambda x: x / count, sums) if reduction == "mean" else sums
-        return ((value, aux) if has_aux else value), grads
-
-    return run
-
-
-def accumulated(f, interleaved=True):
-    """Return (x, w) -> the gradient with respect to w, summed over four microbatches of x; or in a plain loop."""
-    run = accumulate if interleaved else one_by_one
-    summed = run(lambda w, x: total(f(x, w)), reduction="sum")
-    return lambda x, w: summed(w, jnp.stack([x, -x, x / 2, 2 * x]))[1]
-
-
-def gradient_jaxpr(f, *args, argnums=0):
-    return jax.make_jaxpr(gradient(f, argnums))(*args)
-
-
-def kept_values(f, *args):
-    """Return the abstract values that autodiff keeps, except arguments and constants."""
-    jaxpr = jax.make_jaxpr(lambda *args: jax.tree.leaves(jax.vjp(f, *args)[1]))(*args)
-    given = {*jaxpr.invars, *jaxpr.constvars}
-    kept = dict.fromkeys(v for v in jaxpr.outvars if isinstance(v, Var))
-    return [v.aval for v in kept if v not in given]
-
-
-def place(aval):
-    return "host" if aval.memory_space == jax.memory.Space.Host else "device"
-
-
-def kept(f, *args):
-    """Return what autodiff keeps, except arguments and constants: (place, dtype, shape) -> count."""
-    return Counter((place(aval), str(aval.dtype), aval.shape) for aval in kept_values(f, *args))
-
-
-def kept_bytes(f, *args):
-    """Return the (device, host) bytes that autodiff keeps, except arguments and constants."""
-    sums = Counter()
-    for aval in kept_values(f, *args):
-        sums[place(aval)] += aval.size * aval.dtype.itemsize
-    return sums["device"], sums["host"]
-
-
-def equations(jaxpr):
-    """Yield all equations of a jaxpr and of the jaxprs inside it."""
-    for eqn in jaxpr.eqns:
-        yield eqn
-        for inner in jax.tree.leaves(tuple(eqn.params.values()), is_leaf=lambda x: hasattr(x, "eqns")):
-            if hasattr(inner, "eqns"):
-                yield from equations(inner)
-
-
-def count(jaxpr, primitive):
-    return sum(eqn.primitive.name == primitive for eqn in equations(jaxpr))
-
-
-def runs(jaxpr, primitive):
-    """Return how often a jaxpr runs a primitive, in its loops too."""
-    inside = lambda eqn: (x for x in jax.tree.leaves(tuple(eqn.params.values())) if hasattr(x, "eqns"))
-    each = lambda eqn: (eqn.primitive.name == primitive) + sum(runs(x, primitive) for x in inside(eqn))
-    return sum(eqn.params.get("length", 1) * each(eqn) for eqn in jaxpr.eqns)
-
-
-def bytes_staying(f, *args):
-    """Return how many bytes per device of residuals marked offload `accumulate` keeps there at once in the first and in
-    the last microbatch."""
-    on_device = lambda loops: sum(s.layers * sum(s.layer.sizes.device) for each in loops for s in each.segments)
-    (eqn,) = (site.eqn for site in walk(jax.make_jaxpr(f)(*args)) if site.eqn.primitive is interleaved_p)
-    between, *ends = (on_device(eqn.params[of]) for of in ("loops", "first", "last"))
-    more = [here - between for here in ends]
-    return sum(more) if eqn.params["microbatches"] == 2 else max(more)
-
-
 def policy(residuals=(), **fields):
     """Return a policy that offloads values of any size."""
     return Policy(residuals=residuals, **{"min_offload_bytes": 0, **fields})
@@ -230,8 +122,10 @@ def free_port() -> int:
 
 
 def start(arguments: Sequence[str], **options: Any) -> subprocess.Popen:
-    """Start a process in a session of its own; conftest.py ends it, and all that it started, with the test."""
-    process = subprocess.Popen(arguments, start_new_session=True, **options)
+    """Start a process in a session of its own, with its output in a pipe; conftest.py ends it, and all that it started,
+    with the test."""
+    piped = {"stdout": subprocess.PIPE, "stderr": subprocess.STDOUT, "text": True}
+    process = subprocess.Popen(arguments, start_new_session=True, **piped | options)
     _started.append(process)
     return process
 

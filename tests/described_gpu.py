@@ -8,6 +8,7 @@ import os
 import jax
 import numpy as np
 import pytest
+from common import setting
 from jax.experimental import topologies
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
@@ -41,11 +42,8 @@ OPTIONS = {
 @pytest.fixture(scope="module", autouse=True)
 def nothing_cached():
     """JAX cannot read from its cache what was compiled for a GPU that is not here."""
-    name = "jax_persistent_cache_min_compile_time_secs"
-    before = jax.config.values[name]
-    jax.config.update(name, float("inf"))
-    yield
-    jax.config.update(name, before)
+    with setting("jax_persistent_cache_min_compile_time_secs", float("inf")):
+        yield
 
 
 @pytest.fixture(scope="module")

@@ -2,7 +2,9 @@
 
 import jax
 import jax.numpy as jnp
-from common import in_a_loop, normal, policy
+import numpy as np
+from autodiff import in_a_loop
+from common import normal, policy
 from jax import lax
 
 from jaxoffload import scan, tag
@@ -39,6 +41,10 @@ def ours(step, init, xs, rules, strict=True, **how):
 
 def of_layers(params):
     return {"w": params["w"], "bias": params["bias"]}
+
+
+def tokens(microbatches, rows=2):
+    return jnp.asarray(np.random.default_rng(7).integers(0, WORDS, (microbatches, rows, 5), np.int32))
 
 
 def language_model(stack, params, tokens):

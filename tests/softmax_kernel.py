@@ -2,6 +2,7 @@
 
 import jax
 import jax.numpy as jnp
+from autodiff import inside
 from jax.experimental import pallas
 
 
@@ -41,6 +42,5 @@ def kernels(jaxpr):
         if eqn.primitive.name == "pallas_call":
             total += any(id(v) in read for v in eqn.outvars)
             continue
-        inner = jax.tree.leaves(tuple(eqn.params.values()), is_leaf=lambda x: hasattr(x, "eqns"))
-        total += sum(kernels(getattr(x, "jaxpr", x)) for x in inner if hasattr(x, "eqns"))
+        total += sum(kernels(getattr(x, "jaxpr", x)) for x in inside(eqn))
     return total

@@ -7,26 +7,12 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from common import (
-    assert_close,
-    assert_same_bits,
-    auto_mesh,
-    bytes_staying,
-    count,
-    equations,
-    in_a_loop,
-    normal,
-    on_cpu_and_gpu,
-    one_by_one,
-    policy,
-    run,
-    run_each,
-    runs,
-)
+from autodiff import bytes_staying, count, equations, in_a_loop, one_by_one, runs
+from common import assert_close, assert_same_bits, auto_mesh, normal, on_cpu_and_gpu, policy, run, run_each
 from jax import lax
 from jax.extend.core.primitives import device_put_p, dot_general_p
 from jax.sharding import AxisType, NamedSharding, PartitionSpec
-from microbatches import DIM, RULES, WORDS, language_model, layer, of_layers, ours, params_of, plain
+from microbatches import DIM, RULES, language_model, layer, of_layers, ours, params_of, plain, tokens
 
 from jaxoffload import Policy, PolicyError, accumulate, chain, evaluate, offload, scan, tag
 from jaxoffload._engine.jaxprs.walk import walk
@@ -37,8 +23,9 @@ LAYERS = 3
 PARAMS = params_of(LAYERS)
 
 
-def tokens(microbatches, rows=2):
-    return jnp.asarray(np.random.default_rng(7).integers(0, WORDS, (microbatches, rows, 5), np.int32))
+def of_matmuls(stack, w, x):
+    """Layers of one matmul."""
+    return jnp.sum(stack(lambda x, w: (jnp.tanh(tag(x @ w, "fc1")), None), x, w, {"fc1": "offload"})[0] ** 2)
 
 
 def masked(stack, params, x, mask):
@@ -225,8 +212,7 @@ def test_weights_in_host_memory(each):
         value, grads = jax.jit(how(here))(jax.device_put(params, host), X)
         wanted = jax.jit(how(functools.partial(loss, kept, kept)))(params, X)
         assert {grad.sharding.memory_kind for grad in grads.values()} == {"pinned_host"}
-        for a, b in zip(jax.tree.leaves((value, grads)), jax.tree.leaves(wanted), strict=True):
-            np.testing.assert_allclose(a, b, rtol=1e-5, atol=1e-5)
+        assert_close((value, grads), wanted, roundings=20)
 
 
 def test_parameters_on_no_mesh_under_microbatches_on_one_with_explicit_axes():
@@ -237,8 +223,7 @@ def test_parameters_on_no_mesh_under_microbatches_on_one_with_explicit_axes():
     want = run(one_by_one(functools.partial(loss_of, plain)), PARAMS["bias"], x)
     for spec in ((None, "data"), (None, None, "data")):
         xs = jax.device_put(x, NamedSharding(mesh, PartitionSpec(*spec)))
-        for a, b in zip(run(accumulate(functools.partial(loss_of, ours)), PARAMS["bias"], xs), want, strict=True):
-            np.testing.assert_allclose(a, b, rtol=1e-5, atol=1e-6)
+        assert_close(run(accumulate(functools.partial(loss_of, ours)), PARAMS["bias"], xs), want, roundings=20)
 
 
 def test_microbatches_without_tokens():
@@ -255,10 +240,8 @@ def test_microbatches_without_tokens():
     with jax.debug_nans(True):
         for rows, keep in ((2, some), (0, none[:, :0])):
             args = of_layers(PARAMS), X[:, :rows], keep
-            value, grads = jax.jit(f)(*args)
             wanted = jax.jit(one_by_one(functools.partial(loss_of, plain)))(*args)
-            for a, b in zip(jax.tree.leaves((value, grads)), jax.tree.leaves(wanted), strict=True):
-                np.testing.assert_allclose(a, b, rtol=1e-5, atol=1e-6)
+            assert_close(jax.jit(f)(*args), wanted, roundings=20)
 
 
 def drawing(key_of):
@@ -325,9 +308,7 @@ def test_a_raw_key_for_as_many_microbatches_as_it_has_numbers():
 @pytest.mark.claim("accumulated-in-a-loop")
 def test_the_backward_pass_of_one_runs_beside_the_forward_pass_of_the_next():
     """In one loop over the layers, which holds the matmuls of both; the program does not grow with the microbatches."""
-    loss = lambda w, x: jnp.sum(
-        ours(lambda x, w: (jnp.tanh(tag(x @ w, "fc1")), None), x, w, {"fc1": "offload"})[0] ** 2
-    )
+    loss = functools.partial(of_matmuls, ours)
     matmuls = lambda jaxpr: sum(site.eqn.primitive is dot_general_p for site in walk(jaxpr))
     loops, sizes = {}, {}
     for microbatches in (2, 9, 16, 17):
@@ -457,28 +438,25 @@ def test_effects_happen_as_often_as_in_the_loop(device):
 
 def test_on_meshes():
     """Data over devices: in a shard_map, with explicit axes, and with auto axes."""
-    loss_of = lambda stack, w, x: jnp.mean(
-        stack(lambda x, w: (jnp.tanh(tag(x @ w, "fc1")), None), x, w, {"fc1": "offload"})[0] ** 2
-    )
+    our_loss, plain_loss = (functools.partial(of_matmuls, stack) for stack in (ours, plain))
     x = normal(5, (4, 4, DIM))
-    want = run(accumulate(functools.partial(loss_of, ours)), PARAMS["w"], x)
+    want = run(accumulate(our_loss), PARAMS["w"], x)
     mesh = jax.make_mesh((4,), ("data",), (AxisType.Explicit,))
     with jax.set_mesh(mesh):
         rows = jax.device_put(x, jax.NamedSharding(mesh, PartitionSpec(None, "data")))
-        both = [of(functools.partial(loss_of, f)) for of, f in ((accumulate, ours), (one_by_one, plain))]
-        got, in_a_loop_of_jax = run_each(both, PARAMS["w"], rows)
+        got, in_a_loop_of_jax = run_each([accumulate(our_loss), one_by_one(plain_loss)], PARAMS["w"], rows)
     assert_same_bits(got, in_a_loop_of_jax)
     assert_close(got[1], want[1])
-    auto = jax.make_mesh((4,), ("data",), (AxisType.Auto,))
+    auto = auto_mesh(data=4)
     rows = jax.device_put(x, jax.NamedSharding(auto, PartitionSpec(None, "data")))
-    assert_close(run(accumulate(functools.partial(loss_of, ours)), PARAMS["w"], rows)[1], want[1])
+    assert_close(run(accumulate(our_loss), PARAMS["w"], rows)[1], want[1])
 
-    def local(of, stack):
+    def local(derived):
         specs = (PartitionSpec(), PartitionSpec(None, "data")), (PartitionSpec("data"), PartitionSpec("data"))
-        f = lambda w, x: jax.tree.map(lambda y: y[None], of(functools.partial(loss_of, stack))(w, x))
+        f = lambda w, x: jax.tree.map(lambda y: y[None], derived(w, x))
         return jax.shard_map(f, mesh=auto, in_specs=specs[0], out_specs=specs[1], check_vma=False)
 
-    assert_same_bits(*run_each([local(accumulate, ours), local(one_by_one, plain)], PARAMS["w"], x))
+    assert_same_bits(*run_each([local(accumulate(our_loss)), local(one_by_one(plain_loss))], PARAMS["w"], x))
 
 
 def test_without_jit_at_all():
@@ -515,10 +493,7 @@ def test_two_microbatches_must_fit_into_the_host_pool(monkeypatch):
 
 
 def test_it_is_not_differentiated_and_can_be_batched():
-    loss_of = lambda stack, w, x: jnp.sum(
-        stack(lambda x, w: (jnp.tanh(tag(x @ w, "fc1")), None), x, w, {"fc1": "offload"})[0] ** 2
-    )
-    f, x = accumulate(functools.partial(loss_of, ours)), normal(5, (3, 2, DIM))
+    f, x = accumulate(functools.partial(of_matmuls, ours)), normal(5, (3, 2, DIM))
     with pytest.raises(NotImplementedError, match="accumulate cannot be differentiated"):
         jax.grad(lambda w: f(w, x)[0])(PARAMS["w"])
     many = jnp.stack([x, 2 * x])
@@ -537,11 +512,7 @@ ERRORS = [
     (lambda: accumulate(good, reduction="avg"), ValueError, "reduction 'avg' is not allowed; use 'mean' or 'sum'"),
     (lambda: accumulate(jnp.sum)(X), TypeError, "accumulate: no argument is a batch"),
     (lambda: accumulate(good, in_axes=1), ValueError, "accumulate: in_axes has 1; use 0 for a batch"),
-    (
-        lambda: evaluate(good, in_axes=(None, 0, 0))(X, X),
-        ValueError,
-        "in_axes has 3 entries for 2 positional",
-    ),
+    (lambda: evaluate(good, in_axes=(None, 0, 0))(X, X), ValueError, "in_axes has 3 entries for 2 positional"),
     (
         lambda: accumulate(good, in_axes=(None, {"a": 0}))(X, {"b": X}),
         ValueError,
@@ -603,22 +574,6 @@ def in_two_dtypes(stack, params, x):
     return jnp.mean((y @ params["tied"].T).astype(jnp.float32) ** 2), sizes
 
 
-def summed_in_float32(loss, reduction="mean"):
-    """The loop that a user would write."""
-
-    def run(params, xs):
-        def add(sums, x):
-            (value, aux), grads = jax.value_and_grad(loss, has_aux=True)(params, x)
-            return jax.tree.map(lambda total, x: total + x.astype(jnp.float32), sums, (value, grads)), aux
-
-        zeros = jnp.float32(0), jax.tree.map(lambda param: jnp.zeros(param.shape, jnp.float32), params)
-        sums, aux = lax.scan(add, zeros, xs)
-        value, grads = jax.tree.map(lambda x: x / len(xs), sums) if reduction == "mean" else sums
-        return (value, aux), grads
-
-    return run
-
-
 HALVES = {name: PARAMS[name].astype(jnp.bfloat16) for name in ("w", "mixer")}
 HALVES |= {"tied": normal(8, (DIM, DIM), jnp.bfloat16), "bias": PARAMS["bias"]}
 
@@ -630,12 +585,11 @@ HALVES |= {"tied": normal(8, (DIM, DIM), jnp.bfloat16), "bias": PARAMS["bias"]}
 )
 def test_sums_in_a_wider_dtype(decision, microbatches, reduction, device):
     """Interleaved, in turn, and of one microbatch."""
-    decided = lambda step, init, xs, rules: ours(step, init, xs, rules | {"x": decision, "fc1": decision})
-    got = accumulate(
-        functools.partial(in_two_dtypes, decided), has_aux=True, reduction=reduction, sum_dtype=jnp.float32
-    )
-    want = summed_in_float32(functools.partial(in_two_dtypes, plain), reduction)
-    assert_same_bits(*run_each([got, want], HALVES, normal(5, (microbatches, 2, DIM), jnp.bfloat16)))
+    decisions = dict.fromkeys(("x", "fc1"), decision)
+    decided = lambda stack: lambda step, init, xs, rules: stack(step, init, xs, rules | decisions)
+    loss_of = lambda stack, params, x: in_two_dtypes(decided(stack), params, x)
+    how = {"reduction": reduction, "sum_dtype": jnp.float32}
+    assert_equal(loss_of, [normal(5, (microbatches, 2, DIM), jnp.bfloat16)], True, HALVES, **how)
 
 
 def test_a_dtype_that_is_not_wider_changes_nothing():

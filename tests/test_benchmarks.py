@@ -43,9 +43,8 @@ def run(tmp_path, monkeypatch):
     def run(name, arguments):
         path = tmp_path / f"{name}.json"
         monkeypatch.setattr(sys, "argv", [name, *shlex.split(arguments), "--out", str(path)])
-        monkeypatch.delitem(
-            sys.modules, f"benchmarks.{name}", raising=False
-        )  # runpy warns of a module that was imported
+        # runpy warns of a module that was imported
+        monkeypatch.delitem(sys.modules, f"benchmarks.{name}", raising=False)
         for variable in ("XLA_PYTHON_CLIENT_MEM_FRACTION", "XLA_PJRT_GPU_HOST_MEMORY_LIMIT_GB"):
             monkeypatch.setenv(variable, "1")  # and what the benchmark sets is undone
         with jax.numpy_rank_promotion("allow"):
@@ -84,16 +83,7 @@ def test_a_benchmark_runs_and_writes_one_format(name, run, capsys):
 
 
 # Of the printed table.
-ROWS = {
-    "dense": 2,
-    "moe": 1,
-    "accumulate": 2,
-    "stages": 1,
-    "frameworks": 2,
-    "optimizer": 1,
-    "training": 1,
-    "grouped": 0,
-}
+ROWS = dict.fromkeys(RUNS, 1) | {"dense": 2, "accumulate": 2, "frameworks": 2, "grouped": 0}
 PATHS = {name: [()] for name in RUNS} | {
     "accumulate": [("microbatches", "2")],
     "stages": [("virtual_stages", "1", "microbatches", "2")],

@@ -6,21 +6,8 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from common import (
-    assert_close,
-    assert_same_bits,
-    auto_mesh,
-    count,
-    gradient,
-    in_a_loop,
-    kept_bytes,
-    kept_values,
-    normal,
-    on_cpu_and_gpu,
-    place,
-    policy,
-    run_each,
-)
+from autodiff import count, gradient, in_a_loop, kept_bytes, kept_values, place
+from common import assert_close, assert_same_bits, auto_mesh, normal, on_cpu_and_gpu, policy, run_each
 from jax import lax
 
 from jaxoffload import chain, checkpoint, residuals, scan, tag
@@ -121,20 +108,16 @@ def test_the_host_holds_the_values_of_the_branch_that_was_taken(under, device):
 
 @on_cpu_and_gpu
 def test_gradients_through_branches_are_the_references(device):
-    for body, names, rules in (
-        (two_branches, ("u", "v"), {"u": "offload", "v": "save"}),
-        (two_branches, ("u",), {"u": "offload"}),
-    ):
-        ours = gradient(lambda x, w: scan(body, x, w, policy=policy(rules))[0], (0, 1))
-        reference = gradient(lambda x, w: lax.scan(in_a_loop(body, *names), x, w)[0], (0, 1))
+    for rules in ({"u": "offload", "v": "save"}, {"u": "offload"}):
+        ours = gradient(lambda x, w: scan(two_branches, x, w, policy=policy(rules))[0], (0, 1))
+        reference = gradient(lambda x, w: lax.scan(in_a_loop(two_branches, *rules), x, w)[0], (0, 1))
         assert_same_bits(*run_each([ours, reference], X, W))
 
 
 def test_vmap_and_shard_map_of_branches():
     f = in_scan(two_branches, {"u": "offload", "v": "save"})
     mesh = auto_mesh(d=2)
-    P = jax.sharding.PartitionSpec
-    sharded = jax.shard_map(f, mesh=mesh, in_specs=(P("d"), P()), out_specs=P("d"))
+    sharded = jax.shard_map(f, mesh=mesh, in_specs=(jax.P("d"), jax.P()), out_specs=jax.P("d"))
     assert {place(aval) for aval in kept_values(sharded, X, W)} == {"host", "device"}
     grad = jax.grad(lambda x, w: f(x, w).sum())
     xs = jnp.stack([X, -X])
@@ -200,11 +183,9 @@ def test_inside_a_plan_of_ours():
     inner = in_scan(layer, RULES)
     out = lambda x, w: jnp.sin(tag(inner(x, w), "out"))
     by_checkpoint = checkpoint(out, policy=policy({"out": "offload"}))
-    stacked = lambda x, w: scan(lambda x, _: (out(x, w), None), x, None, 2, policy=policy({"out": "offload"}))[0]
-    jitted = lambda x, w: scan(lambda x, _: (jax.jit(out)(x, w), None), x, None, 2, policy=policy({"out": "offload"}))[
-        0
-    ]
-    for g, layers in ((by_checkpoint, 1), (stacked, 2), (jitted, 2)):
+    outer = policy({"out": "offload"})
+    stacked = lambda f: lambda x, w: scan(lambda x, _: (f(x, w), None), x, None, 2, policy=outer)[0]
+    for g, layers in ((by_checkpoint, 1), (stacked(out), 2), (stacked(jax.jit(out)), 2)):
         table = residuals(g, X, W)
         assert sum(r.layers for r in table if r.names == ("out",)) == layers
         assert (table.device_bytes, table.host_bytes) == kept_bytes(g, X, W)

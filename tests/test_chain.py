@@ -3,21 +3,8 @@
 import jax
 import jax.numpy as jnp
 import pytest
-from common import (
-    assert_close,
-    assert_same_bits,
-    count,
-    gradient,
-    gradient_jaxpr,
-    in_a_loop,
-    kept,
-    kept_bytes,
-    normal,
-    on_cpu_and_gpu,
-    policy,
-    run_each,
-    saving,
-)
+from autodiff import count, gradient, gradient_jaxpr, in_a_loop, kept, kept_bytes, saving
+from common import assert_close, assert_same_bits, normal, on_cpu_and_gpu, policy, run_each
 from jax import lax
 
 from jaxoffload import chain, residuals, scan, tag, verify

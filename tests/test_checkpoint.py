@@ -6,19 +6,8 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from common import (
-    assert_close,
-    assert_same_bits,
-    auto_mesh,
-    count,
-    gradient,
-    gradient_jaxpr,
-    kept,
-    normal,
-    policy,
-    run_each,
-    saving,
-)
+from autodiff import count, gradient, gradient_jaxpr, kept, saving
+from common import assert_close, assert_same_bits, auto_mesh, normal, policy, run_each
 from jax import lax
 
 from jaxoffload import chain, checkpoint, residuals, scan, tag
@@ -44,59 +33,40 @@ def shard(f, check_vma, axes):
 
 
 ALL_AXES, ONE_AXIS = {"a", "b"}, {"a"}
-OURS, PLAIN = checkpoint(layer, policy=OFF), save_fc1(layer)
 MANY = normal(3, (3, 8, 4))
 VMAPPED = (("host", "float32", (3, 8, 4)),)
 
-# name -> (ours, reference, arguments, what goes to the host); functions, because a mesh needs the devices
+# name -> (what to do with a checkpoint, a function from a function; its arguments; what goes to the host)
 TRANSFORMATIONS = {
-    "plain": lambda: (OURS, PLAIN, (X, W), (HOST,)),
-    "jit inside": lambda: (checkpoint(jax.jit(layer), policy=OFF), PLAIN, (X, W), (HOST,)),
-    "vmap over x": lambda: (jax.vmap(OURS, (0, None)), jax.vmap(PLAIN, (0, None)), (MANY, W), VMAPPED),
-    "nested vmap": lambda: (
-        jax.vmap(jax.vmap(OURS, (0, None)), (None, 0)),
-        jax.vmap(jax.vmap(PLAIN, (0, None)), (None, 0)),
+    "plain": (lambda under: under(layer), (X, W), (HOST,)),
+    "jit inside": (lambda under: under(jax.jit(layer)), (X, W), (HOST,)),
+    "vmap over x": (lambda under: jax.vmap(under(layer), (0, None)), (MANY, W), VMAPPED),
+    "nested vmap": (
+        lambda under: jax.vmap(jax.vmap(under(layer), (0, None)), (None, 0)),
         (MANY, jnp.stack([W, W + 1])),
         (("host", "float32", (3, 8, 2, 4)),),  # as the batched matmul lays it out
     ),
-    "shard_map": lambda: (shard(OURS, True, ALL_AXES), shard(PLAIN, True, ALL_AXES), (X, W), (HOST,)),
-    "shard_map unchecked": lambda: (
-        shard(OURS, False, ALL_AXES),
-        shard(PLAIN, False, ALL_AXES),
+    "shard_map": (lambda under: shard(under(layer), True, ALL_AXES), (X, W), (HOST,)),
+    "shard_map unchecked": (
+        lambda under: shard(under(layer), False, ALL_AXES),
         (X, W),
         (("host", "float32", (16, 4)),),  # with check_vma=False, JAX assumes that a residual also differs along b
     ),
-    "shard_map over one axis": lambda: (
-        jax.jit(shard(OURS, True, ONE_AXIS)),
-        jax.jit(shard(PLAIN, True, ONE_AXIS)),
-        (X, W),
-        (HOST,),
-    ),
-    "in lax.scan": lambda: (
-        lambda x, w: lax.scan(lambda x, _: (OURS(x, w), None), x, length=3)[0],
-        lambda x, w: lax.scan(lambda x, _: (PLAIN(x, w), None), x, length=3)[0],
+    "shard_map over one axis": (lambda under: jax.jit(shard(under(layer), True, ONE_AXIS)), (X, W), (HOST,)),
+    "in lax.scan": (
+        lambda under: lambda x, w: lax.scan(lambda x, _: (under(layer)(x, w), None), x, length=3)[0],
         (X, W),
         VMAPPED,
     ),
-    "in checkpoint": lambda: (
-        checkpoint(lambda x, w: jnp.cos(OURS(x, w)), policy=OFF),
-        save_fc1(lambda x, w: jnp.cos(PLAIN(x, w))),
-        (X, W),
-        (HOST,),
-    ),
-    "in jax.checkpoint": lambda: (
-        jax.checkpoint(lambda x, w: jnp.cos(OURS(x, w))),
-        jax.checkpoint(lambda x, w: jnp.cos(PLAIN(x, w))),
-        (X, W),
-        (),
-    ),
+    "in checkpoint": (lambda under: under(lambda x, w: jnp.cos(under(layer)(x, w))), (X, W), (HOST,)),
+    "in jax.checkpoint": (lambda under: jax.checkpoint(lambda x, w: jnp.cos(under(layer)(x, w))), (X, W), ()),
 }
 
 
 @pytest.mark.claim("other-ways")
-@pytest.mark.parametrize("name", TRANSFORMATIONS)
-def test_under_every_transformation(name):
-    ours, reference, args, on_host = TRANSFORMATIONS[name]()
+@pytest.mark.parametrize("transformed, args, on_host", TRANSFORMATIONS.values(), ids=TRANSFORMATIONS)
+def test_under_every_transformation(transformed, args, on_host):
+    ours, reference = transformed(functools.partial(checkpoint, policy=OFF)), transformed(save_fc1)
     assert_same_bits(*run_each([gradient(ours, (0, 1)), gradient(reference, (0, 1))], *args))
     assert [k for k in kept(ours, *args).elements() if k[0] == "host"] == list(on_host)
 

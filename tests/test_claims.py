@@ -5,6 +5,7 @@ A page marks a claim with `<!-- claim: id -->`, its tests carry `@pytest.mark.cl
 
 import ast
 import functools
+import importlib
 import itertools
 import json
 import re
@@ -14,20 +15,7 @@ import sys
 import pytest
 from pages import CODE, COMMENT, PAGES, README, RESULTS, ROOT, TEXT, result, sections_naming, verified
 
-from benchmarks import (
-    accumulate,
-    dense,
-    frameworks,
-    grouped,
-    losses,
-    moe,
-    optimizer,
-    plans,
-    remeasure,
-    stages,
-    sweep,
-    training,
-)
+from benchmarks import accumulate, dense, frameworks, moe, optimizer, remeasure, stages, sweep
 from jaxoffload import Schedule
 from jaxoffload.grouped import te
 
@@ -632,12 +620,6 @@ def test_every_file_can_be_remeasured(capsys):
     assert all(command.startswith("python -m ") and "--commit" not in command for command in commands.values())
 
 
-PARSERS = {module.__name__.split(".")[-1]: module.parse for module in (dense, moe, accumulate, sweep, frameworks)}
-PARSERS |= {
-    module.__name__.split(".")[-1]: module.parse for module in (grouped, losses, optimizer, stages, plans, training)
-}
-
-
 CASES = moe.CASES
 VARIANTS = {
     "dense": lambda options: dense.modes_of(dense.CASE),
@@ -647,14 +629,9 @@ VARIANTS = {
     "frameworks": lambda options: frameworks.MODES,
     "optimizer": lambda options: optimizer.MODES,
 }
-ON_H100S = (
-    "accumulate-fsdp-4-h100",
-    "plans-h100",
-    "plans-on-machine",
-    "stages",
-    "stages-jax-0.12",
-    "stages-moe",
-)
+PROGRAMS = (*VARIANTS, "sweep", "grouped", "losses", "plans", "training")
+PARSERS = {name: importlib.import_module(f"benchmarks.{name}").parse for name in PROGRAMS}
+ON_H100S = ("accumulate-fsdp-4-h100", "plans-h100", "plans-on-machine", "stages", "stages-jax-0.12", "stages-moe")
 
 
 @pytest.mark.parametrize("name", JSON)

@@ -42,10 +42,7 @@ BAD_VALUES = {
     "data.valid_fraction=0.9": ("data.valid_fraction = 0.9: ", "must be at most 0.5"),
     # one key against another
     "model.kv_heads=3": ("model.kv_heads = 3: ", "must divide model.heads = 4"),
-    "model.head_dim=5": (
-        "model.d_model / model.heads or model.head_dim = 5: ",
-        "must be even; RoPE rotates pairs",
-    ),
+    "model.head_dim=5": ("model.d_model / model.heads or model.head_dim = 5: ", "must be even; RoPE rotates pairs"),
     "mesh.tensor=3": ("mesh.tensor = 3: ", "must divide model.heads = 4 and model.kv_heads = 2 and model.d_ff = 128 "),
     "mesh.fsdp=3; train.batch_size=6": ("mesh.fsdp * mesh.expert = 3: ", "must divide model.d_model = 64"),
     "model.aux_loss=0.1": ("model.aux_loss = 0.1: ", "must not be given where model.experts = 0; the layers are dense"),

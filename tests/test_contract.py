@@ -11,26 +11,12 @@ from collections import Counter
 import jax
 import jax.numpy as jnp
 import pytest
-from common import (
-    accumulated,
-    assert_same_bits,
-    gradient,
-    in_a_loop,
-    kept,
-    kept_bytes,
-    normal,
-    on_cpu_and_gpu,
-    policy,
-    run,
-    run_each,
-    saving,
-    total,
-)
+from autodiff import accumulated, gradient, in_a_loop, kept, kept_bytes, runs, saving, total
+from common import assert_same_bits, normal, on_cpu_and_gpu, policy, run, run_each
 from jax import lax
 
 from jaxoffload import HostPoolFull, check, checkpoint, offload, residuals, scan, tag
 from jaxoffload._engine.host.need import need_of
-from jaxoffload._engine.jaxprs.walk import walk
 
 LAYERS = 3
 # The name in a policy -> the name of each leaf -> its shape; written by hand.
@@ -224,8 +210,7 @@ def nested_inputs(shape):
 
 def matmuls(f, *args):
     """How many run, in all iterations."""
-    sites = walk(jax.make_jaxpr(value_and_gradient(f))(*args))
-    return sum(site.runs for site in sites if site.eqn.primitive.name == "dot_general")
+    return runs(jax.make_jaxpr(value_and_gradient(f))(*args), "dot_general")
 
 
 @pytest.mark.claim("nested-policies", "bit-for-bit")

@@ -87,8 +87,8 @@ def anchor(heading):
 def test_upstream_has_the_fault(program, shown):
     """Each program runs in a process of its own, because jaxoffload replaces rules of JAX in ours."""
     environment = os.environ | {"JAX_PLATFORMS": "cpu", "XLA_FLAGS": inherited_flags()}
-    pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True}
-    out, err = start([sys.executable, "-c", program], env=environment, **pipes).communicate(timeout=PATIENCE)
+    process = start([sys.executable, "-c", program], env=environment, stderr=subprocess.PIPE)
+    out, err = process.communicate(timeout=PATIENCE)
     assert out == shown, err
 
 

@@ -9,23 +9,8 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from common import (
-    assert_close,
-    assert_same_bits,
-    auto_mesh,
-    count,
-    equations,
-    gradient,
-    gradient_jaxpr,
-    in_a_loop,
-    kept_bytes,
-    normal,
-    one_by_one,
-    place,
-    policy,
-    run,
-    run_each,
-)
+from autodiff import count, equations, gradient, gradient_jaxpr, in_a_loop, kept_bytes, one_by_one, place
+from common import assert_close, assert_same_bits, auto_mesh, normal, policy, run, run_each
 from jax import export, lax
 from jax.experimental import checkify
 

@@ -10,7 +10,8 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
-from common import assert_close, assert_same_bits, fast_compiles, normal, policy, run, run_each, saving
+from autodiff import saving
+from common import assert_close, assert_same_bits, fast_compiles, normal, policy, run, run_each
 from flax import linen as nn
 from flax import nnx
 from flax.linen import fp8_ops
@@ -159,9 +160,9 @@ class Nnx(nnx.Module):
         return x, (jnp.sum(fc1), None if y is None else y * 2)
 
 
-def nnx_layers():
+def nnx_layers(layer=Nnx):
     with fast_compiles():
-        return nnx.split_rngs(splits=3)(nnx.vmap(Nnx))(nnx.Rngs(0, noise=3))
+        return nnx.split_rngs(splits=3)(nnx.vmap(layer))(nnx.Rngs(0, noise=3))
 
 
 def two_steps(layers, loss, *args):
@@ -318,11 +319,6 @@ def stack_loss(stack, x):
     return jnp.mean(run(stack, x) ** 2)
 
 
-def stack_of(layer):
-    with fast_compiles():
-        return nnx.split_rngs(splits=3)(nnx.vmap(layer))(nnx.Rngs(0))
-
-
 MICROBATCHES = jnp.stack([X, -2 * X, X / 2])
 
 
@@ -335,7 +331,7 @@ def in_python(derived, params, *batches):
 @pytest.mark.claim("accumulated-takes")
 @pytest.mark.parametrize("how", ["module", "state", "evaluated"])
 def test_accumulate_takes_modules_and_states(how):
-    stack = stack_of(Dense)
+    stack = nnx_layers(Dense)
     graph, state = nnx.split(stack)
     loss = stack_loss if how != "state" else lambda state, x: stack_loss(nnx.merge(graph, state), x)
     argument, plain_loss = state if how == "state" else stack, jax.value_and_grad(loss)
@@ -343,14 +339,13 @@ def test_accumulate_takes_modules_and_states(how):
         plain_loss = loss
     got = jax.jit((evaluate if how == "evaluated" else accumulate)(loss))(argument, MICROBATCHES)
     want = in_python(jax.jit(plain_loss), argument, MICROBATCHES)
-    assert jax.tree.structure(got) == jax.tree.structure(want)
-    jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-5, atol=1e-6), got, want)
+    assert_close(got, want, roundings=20)
 
 
 def test_what_of_a_module_has_no_gradient_is_named():
     words = r"accumulate: args\[0\]\.dropout.* is uint32, which has no gradient; .* nnx.split\(module, nnx.Param, ...\)"
     with pytest.raises(TypeError, match=words):
-        accumulate(stack_loss)(stack_of(Dropped), MICROBATCHES)
+        accumulate(stack_loss)(nnx_layers(Dropped), MICROBATCHES)
 
 
 @pytest.mark.claim("lost-changes")
@@ -359,7 +354,7 @@ def test_accumulate_tells_of_lost_changes():
         r"accumulate: the microbatches change variables of a Flax NNX module \(BatchStat\), and the new values are "
         r"lost.*With has_aux=True, return nnx.state\(module, nnx.Not\(nnx.Param\)\) too"
     )
-    stack = stack_of(Normed)
+    stack = nnx_layers(Normed)
     with pytest.warns(UserWarning, match=words):
         jax.make_jaxpr(accumulate(stack_loss))(stack, MICROBATCHES)
     with pytest.warns(UserWarning, match=words.replace("accumulate", "evaluate")):
@@ -404,7 +399,7 @@ def test_extended_dtypes():
     theirs = functools.partial(loss, lambda step, x, w: lax.scan(jax.checkpoint(step), x, w))
     got = jax.jit(accumulate(ours))(params, MICROBATCHES)
     want = in_python(jax.jit(jax.value_and_grad(theirs)), params, MICROBATCHES)
-    jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-5, atol=1e-5), got, want)
+    assert_close(got, want, roundings=20)
     rows = [row.bytes for row in residuals(ours, params, X) if row.dtype == "fp8_meta32"]
     assert sum(rows) == params["scale"].nbytes + params["scales"].nbytes
 
@@ -441,19 +436,9 @@ def test_a_pattern_must_match(made):
 # ---- steps that change modules in place ----
 
 
-class Small(nnx.Module):
-    def __init__(self, rngs):
-        self.linear, self.dropout = nnx.Linear(8, 8, rngs=rngs), nnx.Dropout(0.5, rngs=rngs)
-        self.mean = nnx.BatchStat(jnp.zeros(()))
-
-    def __call__(self, x):
-        self.mean[...] = jnp.mean(x)
-        return x + self.dropout(jnp.tanh(tag(self.linear(x), "fc1")))
-
-
 def made_step():
     by_layer = {"in_axes": (nnx.Carry, 0), "out_axes": nnx.Carry}
-    run = jaxoffload.nnx.scan(lambda x, layer: layer(x), policy=POLICY, **by_layer)
+    run = jaxoffload.nnx.scan(lambda x, layer: layer(x)[0], policy=POLICY, **by_layer)
     loss = lambda layers, x: jnp.sum(run(x, layers) ** 2)
 
     def step(layers, optimizer, x):
@@ -461,8 +446,7 @@ def made_step():
         optimizer.update(layers, grads)
         return value
 
-    with fast_compiles():
-        layers = nnx.split_rngs(splits=3)(nnx.vmap(Small))(nnx.Rngs(0))
+    layers = nnx_layers()
     return loss, step, layers, nnx.Optimizer(layers, optax.adam(1e-3), wrt=nnx.Param)
 
 

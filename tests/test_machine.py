@@ -23,16 +23,8 @@ from jaxoffload.proof._predict import measure
 pytestmark = pytest.mark.claim("by-shape")
 
 # Round numbers: a bfloat16 matmul of 10**9 FLOPs takes 1 ms; 10**6 bytes take 1 ms in memory, and 10 ms on the bus.
-MACHINE = Machine(
-    "a GPU",
-    2,
-    "0",
-    Bus(0.1, 0.05, 0.04),
-    Bus(0.025, 0.05, 0.02),
-    gemm_tflops=1.0,
-    attention_tflops=(0.5, 0.25),
-    hbm_gb_s=1.0,
-)
+ONE, TWO = Bus(0.1, 0.05, 0.04), Bus(0.025, 0.05, 0.02)
+MACHINE = Machine("a GPU", 2, "0", ONE, TWO, gemm_tflops=1.0, attention_tflops=(0.5, 0.25), hbm_gb_s=1.0)
 MS_A_BYTE = 1e-6
 
 
@@ -244,11 +236,9 @@ def test_a_machine_comes_back_whole():
 
 
 def test_a_file_of_earlier_versions_has_one_number_for_all_shapes():
-    text = (
-        '{"device": "NVIDIA H200", "gpus": 1, "jaxlib": "0.11.2", "one": {"d2h": 53.5, "h2d": 53.5, "together": 41.0}, '
-    )
-    text += '"all": {"d2h": 53.5, "h2d": 53.5, "together": 41.0}, "gemm_tflops": 672.3, '
-    old = Machine.from_json(text + '"attention_tflops": [581.9, 529.2], "hbm_gb_s": 3887.3}')
+    bus = {"d2h": 53.5, "h2d": 53.5, "together": 41.0}
+    fields = {"device": "NVIDIA H200", "gpus": 1, "jaxlib": "0.11.2", "one": bus, "all": bus, "gemm_tflops": 672.3}
+    old = Machine.from_json(json.dumps(fields | {"attention_tflops": [581.9, 529.2], "hbm_gb_s": 3887.3}))
     assert (old.gemms, old.attention, old.fused_gb_s, old.link) == (None, (), None, None)
     assert old.gemm((1, 1, 1), 2.0) == old.gemm((10**4,) * 3, 1e15) == 672.3
     assert Machine.from_json((ROOT / "machines/h200.json").read_text()).device == "NVIDIA H200"

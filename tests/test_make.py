@@ -4,7 +4,6 @@ import math
 import os
 import re
 import shutil
-import subprocess
 import sys
 import tomllib
 
@@ -26,8 +25,7 @@ def make(*arguments: str) -> str:
     others = ("MAKEFLAGS", "MFLAGS", "MAKELEVEL", "PYTHON", "CONFIG", "ARGS", "EXTRAS")
     environment = {key: value for key, value in os.environ.items() if key not in others}
     environment |= {"XLA_FLAGS": inherited_flags(), "JAX_DISABLE_MOST_OPTIMIZATIONS": "1"}  # it compiles for a while
-    pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.STDOUT, "text": True}
-    return finish(start(["make", *arguments], cwd=ROOT, env=environment, **pipes))
+    return finish(start(["make", *arguments], cwd=ROOT, env=environment))
 
 
 @pytest.mark.slow

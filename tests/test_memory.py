@@ -8,20 +8,11 @@ import jax
 import jax.numpy as jnp
 import jaxlib
 import pytest
-from common import auto_mesh, gradient, kept_bytes, normal, policy
+from autodiff import gradient, kept_bytes
+from common import auto_mesh, normal, policy
 
-from jaxoffload import (
-    HostPoolFull,
-    accumulate,
-    chain,
-    check,
-    checkpoint,
-    compiler_options,
-    residuals,
-    scan,
-    tag,
-    write_xla_flags,
-)
+import jaxoffload
+from jaxoffload import HostPoolFull, accumulate, chain, check, checkpoint, compiler_options, residuals, scan, tag
 from jaxoffload._text import readable
 from jaxoffload.proof import exact_options
 
@@ -367,13 +358,13 @@ def test_compiler_options_are_xlas_on_gpu_and_empty_on_cpu():
 @pytest.mark.claim("xla-flags")
 def test_the_options_as_flags_and_a_file(tmp_path):
     options, path = compiler_options("gpu", copy_ms=7), tmp_path / "copies.pbtxt"
-    flags = dict(flag.removeprefix("--").split("=") for flag in write_xla_flags(path, copy_ms=7).split())
+    flags = dict(flag.removeprefix("--").split("=") for flag in jaxoffload.write_xla_flags(path, copy_ms=7).split())
     assert path.read_bytes() == options.pop("fdo_profile")
     assert flags.pop("xla_gpu_pgle_profile_file_or_directory_path") == str(path)
     assert flags == {name: {"True": "true"}.get(str(value), str(value)) for name, value in options.items()}
     for wrong in "copies.txt", "my copies.pbtxt":
         with pytest.raises(ValueError, match=r"use a name that ends in .pbtxt, no spaces"):
-            write_xla_flags(tmp_path / wrong)
+            jaxoffload.write_xla_flags(tmp_path / wrong)
 
 
 @pytest.mark.gpu

@@ -9,7 +9,8 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from common import ROOT, assert_close, equations, fast_compiles, normal
+from autodiff import equations
+from common import ROOT, assert_close, fast_compiles, normal
 from flax import nnx
 
 import jaxoffload

@@ -10,24 +10,8 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from common import (
-    accumulated,
-    assert_close,
-    assert_same_bits,
-    count,
-    equations,
-    exact_options,
-    fast_compiles,
-    gradient,
-    gradient_jaxpr,
-    in_a_loop,
-    kept_bytes,
-    needs_te,
-    normal,
-    policy,
-    run,
-    run_each,
-)
+from autodiff import accumulated, count, equations, gradient, gradient_jaxpr, in_a_loop, kept_bytes
+from common import assert_close, assert_same_bits, exact_options, fast_compiles, needs_te, normal, policy, run, run_each
 from flax import nnx
 from jax import lax
 from small_models import EXPERTS, TOKENS, on, start
@@ -163,7 +147,7 @@ ROUTING_BYTES = 4 * (T * 2 + R + R + SMALL.experts)
 
 def layer(x, weights, config=SMALL):
     graph = nnx.graphdef(nnx.eval_shape(lambda: Layer(config, nnx.Rngs(params=0))))
-    return nnx.merge(graph, weights)(x, rotations(S, config.d_head, config.rope_theta))
+    return nnx.merge(graph, weights)(x, rotations(x.shape[1], config.d_head, config.rope_theta))
 
 
 def inputs(dtype=jnp.bfloat16, config=SMALL):
@@ -491,10 +475,9 @@ def test_the_contract_with_each_backend(backend, quantize):
     if (backend, quantize) == ("mosaic", "fp8"):
         pytest.skip("has no FP8")
     config = dataclasses.replace(LARGER, grouped=backend, quantize=quantize)
-    graph = nnx.graphdef(nnx.eval_shape(lambda: Layer(config, nnx.Rngs(params=0))))
-    w = nnx.state(stacked(config.layers, lambda rngs: Layer(config, rngs), nnx.Rngs(params=0)))
+    _, w = inputs(config=config)
     x = jax.random.normal(jax.random.key(9), (2, 128, config.d_model), jnp.bfloat16)
-    run_layer = lambda x, w: nnx.merge(graph, w)(x, rotations(128, config.d_head, 1e4))
+    run_layer = functools.partial(layer, config=config)
     of_experts = [f"moe/{name}.{copy}" for name in ("fc1_input", "act") for copy in COPIES]
     names = ["moe/fc1.gate", "moe/fc1.up", *(of_experts if quantize else ["moe/fc1_input", "moe/act"])]
     for some in (names, names[:1], names[1:]):

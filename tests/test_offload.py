@@ -11,11 +11,10 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 import yaml
-from common import assert_same_bits, fast_compiles, normal, policy, run_each
+from common import assert_same_bits, auto_mesh, fast_compiles, normal, policy, run_each, setting
 from flax import nnx
 from jax import lax
 from jax.ad_checkpoint import checkpoint_name
-from jax.sharding import AxisType, PartitionSpec
 
 from jaxoffload import Policy, PolicyError, accumulate, offload, residuals, scan, tag, verify
 from jaxoffload._engine.host.need import need_of
@@ -47,13 +46,15 @@ def stack(x, w):
 # ---- where scans and checkpoints stand ----
 
 
+def by_rows(f, **how):
+    mesh = auto_mesh(d=4)
+    return jax.shard_map(f, mesh=mesh, in_specs=(jax.P("d"), jax.P()), out_specs=jax.P("d"), **how)
+
+
 def in_shard_map(x, w):
     """Its layers know the mesh's axis."""
-    mesh = jax.make_mesh((4,), ("d",), (AxisType.Auto,), devices=jax.devices()[:4])
     one = lambda x, w: (mlp(x, w) + lax.psum(jnp.sum(x), "d") / 9, None)
-    of_rows = lambda x, w: lax.scan(remat(one), x, w)[0]
-    rows = PartitionSpec("d")
-    return jax.shard_map(of_rows, mesh=mesh, in_specs=(rows, PartitionSpec()), out_specs=rows)(x, w)
+    return by_rows(lambda x, w: lax.scan(remat(one), x, w)[0])(x, w)
 
 
 def several_in_a_layer(x, w):
@@ -235,17 +236,13 @@ def test_a_pattern_must_match_a_name_in_one_of_all_stacks():
     offload(functools.partial(loss, wrong), strict=False)(X, W)
 
 
-def through_yaml(policy):
-    return Policy(**yaml.safe_load(yaml.safe_dump(dataclasses.asdict(policy))))
-
-
 SURVIVES = {
     "pickle": lambda policy: pickle.loads(pickle.dumps(policy)),
     "copy": copy.copy,
     "deepcopy": copy.deepcopy,
     "replace": dataclasses.replace,
     "asdict": lambda policy: Policy(**dataclasses.asdict(policy)),
-    "YAML": through_yaml,
+    "YAML": lambda policy: Policy(**yaml.safe_load(yaml.safe_dump(dataclasses.asdict(policy)))),
     "JSON": lambda policy: Policy(**json.loads(json.dumps(dataclasses.asdict(policy)))),
     "repr": lambda policy: eval(repr(policy)),
 }
@@ -294,21 +291,15 @@ def test_a_wrong_dict_says_what_is_wrong():
         offload(lambda x, w: lax.scan(misspelt, x, w)[0])(X, W)
 
 
-@pytest.fixture
-def custom_vjp3():
-    """JAX's next `jax.custom_vjp`, in jax 0.11 for what is decorated meanwhile."""
-    jax.config.update("jax_custom_vjp3", True)
-    try:
+@pytest.fixture(params=[False, True], ids=["custom_vjp", "custom_vjp3"])
+def custom_vjp3(request):
+    """JAX's next `jax.custom_vjp`, in jax 0.11 for what is decorated meanwhile; or that of today."""
+    with setting("jax_custom_vjp3", request.param):
         yield
-    finally:
-        jax.config.update("jax_custom_vjp3", False)
 
 
-@pytest.mark.parametrize("kind", ["custom_vjp", "custom_vjp3"])
-def test_a_name_that_only_a_forward_rule_gives_counts(kind, request):
+def test_a_name_that_only_a_forward_rule_gives_counts(custom_vjp3):
     """As attention kernels name what they return; also inside a `shard_map`."""
-    if kind == "custom_vjp3":
-        request.getfixturevalue(kind)
 
     @jax.custom_vjp
     def product(x, w):
@@ -320,14 +311,9 @@ def test_a_name_that_only_a_forward_rule_gives_counts(kind, request):
 
     product.defvjp(forward, lambda kept, ct: ((ct * kept[0]) @ kept[2].T, kept[1].T @ (ct * kept[0])))
     rules = policy({"kernel": "offload"}, resident_layers=0)
-    stack = lambda rules: (
-        lambda x, w: lax.scan(jax.checkpoint(lambda x, w: (product(x, w), None), policy=rules), x, w)[0]
-    )
-    mesh = jax.make_mesh((4,), ("d",), (AxisType.Auto,), devices=jax.devices()[:4])
-    rows = PartitionSpec("d")
-    specs = {"in_specs": (rows, PartitionSpec()), "out_specs": rows, "check_vma": False}
-    sharded = lambda f: jax.shard_map(f, mesh=mesh, **specs)
-    for shape in (lambda f: f, sharded):
+    layer = lambda x, w: (product(x, w), None)
+    stack = lambda rules: lambda x, w: lax.scan(jax.checkpoint(layer, policy=rules), x, w)[0]
+    for shape in (lambda f: f, functools.partial(by_rows, check_vma=False)):
         loss = lambda rules, shape=shape: lambda x, w: jnp.sum(shape(stack(rules))(x, w) ** 2)
         table = residuals(offload(loss(rules)), X, W)
         assert {row.names for row in table if row.state == "offloaded"} == {("kernel",)}

@@ -471,11 +471,7 @@ def test_a_plan_says_if_more_gpus_copy_than_were_measured(gpus, says):
         ({"budget": "70Gib/s"}, ValueError, "plan: budget '70Gib/s' is not a size"),
         ({"host_budget": -1}, ValueError, "plan: host_budget -1 is not a size"),
         ({"machine": "no/such.json"}, ValueError, "plan: machine 'no/such.json'"),
-        (
-            {"machine": None},
-            ValueError,
-            "plan: machine None is neither a Machine nor a file of one",
-        ),
+        ({"machine": None}, ValueError, "plan: machine None is neither a Machine nor a file of one"),
         ({"fixed": {"fc1": "save"}}, TypeError, "plan: fixed must be"),
         ({"compile": "no"}, TypeError, "plan: compile must be True or False, got 'no'"),
         ({"budget": None}, ValueError, "plan: budget: no GPU here"),

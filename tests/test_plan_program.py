@@ -126,10 +126,7 @@ def test_steps_with_fsdp_take_the_memory_that_is_predicted(two_gpus, spec):
 
 @pytest.mark.long
 @pytest.mark.claim("plan-memory")
-@pytest.mark.parametrize(
-    "virtual_stages, data, microbatches",
-    [(1, 1, 11), (2, 2, 12), (1, 1, 9)],
-)
+@pytest.mark.parametrize("virtual_stages, data, microbatches", [(1, 1, 11), (2, 2, 12), (1, 1, 9)])
 def test_steps_on_stages_take_the_memory_that_is_predicted(gpu, virtual_stages, data, microbatches):
     mesh = Mesh(np.array(described(2 * data)).reshape(2, data), ("stage", "data"))
 

@@ -6,7 +6,8 @@ from decimal import Decimal
 import jax
 import jax.numpy as jnp
 import pytest
-from common import assert_same_bits, count, gradient, gradient_jaxpr, kept, normal, policy, run_each, saving
+from autodiff import count, gradient, gradient_jaxpr, kept, offloading, saving
+from common import assert_same_bits, normal, policy, run_each
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 from jax.ad_checkpoint import checkpoint_name
@@ -121,15 +122,7 @@ def test_residuals_win_over_offload_modules(pattern):
 
 @pytest.mark.parametrize(
     "size, expected",
-    [
-        (0, 0),
-        (4096, 4096),
-        (" 17 B ", 17),
-        ("4KiB", 4096),
-        ("0.5GiB", 2**29),
-        ("2MB", 2 * 10**6),
-        ("2.01KB", 2010),
-    ],
+    [(0, 0), (4096, 4096), (" 17 B ", 17), ("4KiB", 4096), ("0.5GiB", 2**29), ("2MB", 2 * 10**6), ("2.01KB", 2010)],
 )
 def test_sizes_are_bytes_or_strings(size, expected):
     assert Policy(min_offload_bytes=size).min_offload_bytes == expected
@@ -227,20 +220,18 @@ def mlp(x, w):
 
 X, W = normal(0, (4, 8)), normal(1, (8, 8))
 RULES = {"fc1": "offload", "act": "save"}
-SAVE_THE_SAME = saving("fc1", "act")
 
 
 @pytest.mark.claim("other-ways")
 def test_callable_for_jax_checkpoint():
     f = jax.checkpoint(mlp, policy=policy(RULES))
-    plain = jax.checkpoint(mlp, policy=SAVE_THE_SAME)
+    plain = jax.checkpoint(mlp, policy=saving("fc1", "act"))
     assert kept(f, X, W) == {("host", "float32", (4, 8)): 1, ("device", "float32", (4, 8)): 1}
     assert_same_bits(*run_each([gradient(f, (0, 1)), gradient(plain, (0, 1))], X, W))
     check(f, X, W, policy=policy(RULES))
-    with pytest.raises(PolicyError, match=r"residuals\['FC1'\].*nearest is 'fc1'"):
-        check(jax.checkpoint(mlp, policy=policy({"FC1": "save"})), X, W, policy=policy({"FC1": "save"}))
-    with pytest.raises(PolicyError, match=r"residuals\['fc2'\].*nearest is 'fc1'"):
-        check(jax.checkpoint(mlp, policy=policy({"fc2": "save"})), X, W, policy=policy({"fc2": "save"}))
+    for wrong in ("FC1", "fc2"):
+        with pytest.raises(PolicyError, match=rf"residuals\['{wrong}'\].*nearest is 'fc1'"):
+            check(jax.checkpoint(mlp, policy=policy({wrong: "save"})), X, W, policy=policy({wrong: "save"}))
 
 
 def test_callable_keeps_dots_tagged_integers_and_opt_outs():
@@ -288,22 +279,16 @@ def maxtext_layer(x, w):
     return jnp.tanh(checkpoint_name(up @ w, "mlpwo"))
 
 
-LISTS = [
-    (["decoder_layer_input"], ["mlpwi_0", "mlpwi_1"]),
-    (["decoder_layer_input", "mlpwo"], []),
-    ([], ["decoder_layer_input", "mlpwo"]),
-]
-
-
-@pytest.mark.parametrize("on_device, to_offload", LISTS)
+@pytest.mark.parametrize(
+    "on_device, to_offload",
+    [
+        (["decoder_layer_input"], ["mlpwi_0", "mlpwi_1"]),
+        (["decoder_layer_input", "mlpwo"], []),
+        ([], ["decoder_layer_input", "mlpwo"]),
+    ],
+)
 def test_maxtexts_lists_keep_what_its_own_policy_keeps(on_device, to_offload):
-    theirs = jax.checkpoint_policies.save_and_offload_only_these_names(
-        names_which_can_be_saved=on_device,
-        names_which_can_be_offloaded=to_offload,
-        offload_src="device",
-        offload_dst="pinned_host",
-    )
-    ours = Policy.from_maxtext(on_device, to_offload)
+    theirs, ours = offloading(*to_offload, saved=on_device), Policy.from_maxtext(on_device, to_offload)
     args = normal(0, (4, 8)), normal(1, (8, 8))
     want = kept(jax.checkpoint(maxtext_layer, policy=theirs), *args)
     assert sum(want.values()) == len(on_device) + len(to_offload)

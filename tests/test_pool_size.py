@@ -3,7 +3,8 @@
 import jax
 import jax.numpy as jnp
 import pytest
-from common import gradient, normal, policy
+from autodiff import gradient
+from common import normal, policy
 
 from jaxoffload import checkpoint, tag
 from jaxoffload._engine.host.limit import host_pool_bytes

@@ -7,7 +7,8 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from common import ROOT, bytes_staying
+from autodiff import bytes_staying
+from common import ROOT, auto_mesh
 from jax import lax
 from jax.sharding import AbstractMesh, AxisType, NamedSharding
 from jax.sharding import PartitionSpec as P
@@ -178,8 +179,7 @@ def test_what_stays_on_the_device_at_the_ends_is_in_its_memory():
 def test_on_stages_a_tick_runs_a_chunk_each_way_and_some_run_one_pass_alone(microbatches, together):
     """Two chunks of four layers: two ticks begin, and two end, without the other pass."""
     rules = Policy({"a": "offload"}, min_offload_bytes=0)
-    mesh = jax.make_mesh((2,), ("stage",), (AxisType.Auto,), devices=jax.devices()[:2])
-    with jax.set_mesh(mesh):
+    with jax.set_mesh(auto_mesh(stage=2)):
         step = accumulate(lambda w, x: loss(x, w, rules), stages="stage")
         found = predicted(step, of(8, 20, 30), of(microbatches, 100, 20))
     assert [(loop.runs, loop.passes) for loop in found.loops] == [*together, (2, "forward"), (2, "backward")]
@@ -475,30 +475,23 @@ def test_the_text_has_the_numbers():
     ]
 
 
-def made():
-    return loss, ARGS
-
-
-def made_step():
-    return accumulated, (ARGS[1], XS), loss, ARGS
-
-
-def made_alone():
-    return accumulated, (ARGS[1], XS)
+def made(which):
+    step = accumulated, (ARGS[1], XS)
+    return {"loss": (loss, ARGS), "step": (*step, loss, ARGS), "step alone": step}[which]
 
 
 def test_the_command_line_predicts_for_the_step(tmp_path, capsys):
     file = tmp_path / "machine.json"
     file.write_text(MACHINE.to_json())
-    asked = ["report", "test_predict:made", "--machine", str(file)]
-    assert main(asked) == 0 and capsys.readouterr().out.endswith(f"{predicted(loss, *ARGS)}\n")
-    assert main(["report", "test_predict:made_step", "--machine", str(file)]) == 0
+    asked = lambda which, path=file: ["report", "test_predict:made", which, "--machine", str(path)]
+    assert main(asked("loss")) == 0 and capsys.readouterr().out.endswith(f"{predicted(loss, *ARGS)}\n")
+    assert main(asked("step")) == 0
     shown = capsys.readouterr().out
     assert shown.startswith("residual") and shown.endswith(f"{predicted(accumulated, ARGS[1], XS)}\n")
-    assert main(["report", "test_predict:made_alone"]) == 2
+    assert main(asked("step alone")[:3]) == 2
     assert "give the loss that it differentiates, with the arguments of one microbatch" in capsys.readouterr().err
     file.write_text("{}")
     for path, said in ((file, f"{file}: this is not what"), ("no.json", "No such file")):
         with pytest.raises(SystemExit, match="2"):
-            main([*asked[:3], str(path)])
+            main(asked("loss", path))
         assert said in capsys.readouterr().err

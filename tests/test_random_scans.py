@@ -19,7 +19,8 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from common import assert_same_bits, exact_options, in_a_loop, kept_bytes, normal, one_by_one, policy, saving, total
+from autodiff import in_a_loop, kept_bytes, one_by_one, saving, total
+from common import assert_same_bits, exact_options, normal, policy
 from hypothesis import HealthCheck, given, note, seed, settings
 from hypothesis import strategies as st
 from jax import lax

@@ -4,7 +4,6 @@ import importlib
 import os
 import re
 import shlex
-import subprocess
 import sys
 import tomllib
 
@@ -12,7 +11,8 @@ import jax
 import jax.numpy as jnp
 import pytest
 import yaml
-from common import PATIENCE, count, kept, start
+from autodiff import count, kept
+from common import PATIENCE, start
 from jax.ad_checkpoint import checkpoint_name
 from pages import PAGES, README, ROOT
 from softmax_kernel import kernels, softmax
@@ -61,8 +61,7 @@ def test_without_the_extra_the_lines_name_it_and_print_no_traceback(line, tmp_pa
     (tmp_path / "sitecustomize.py").write_text(f"import sys; sys.modules |= dict.fromkeys({modules})")
     _, *arguments = shlex.split(three_lines()[line - 1], comments=True)
     environment = os.environ | {"PYTHONPATH": f"{tmp_path}:{ROOT}", "JAX_PLATFORMS": "cpu"}
-    pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.STDOUT, "text": True}
-    process = start([sys.executable, *arguments], cwd=ROOT, env=environment, **pipes)
+    process = start([sys.executable, *arguments], cwd=ROOT, env=environment)
     said, _ = process.communicate(timeout=PATIENCE)
     assert process.returncode and "Traceback" not in said
     assert f"models needs {', '.join(sorted(modules))}: pip install '.[train,cuda13]'" in said.splitlines()[-1]

@@ -3,7 +3,8 @@
 import jax
 import jax.numpy as jnp
 import pytest
-from common import accumulated, assert_same_bits, gradient, in_a_loop, kept, normal, policy, run, run_each
+from autodiff import accumulated, gradient, in_a_loop, kept
+from common import assert_same_bits, normal, policy, run, run_each, setting
 from jax import lax
 
 from jaxoffload import accumulate, chain, check, checkpoint, offload, residuals, scan, tag, verify
@@ -19,11 +20,8 @@ pytestmark = pytest.mark.claim("remat3")
 
 @pytest.fixture
 def remat3():
-    jax.config.update("jax_remat3", True)
-    try:
+    with setting("jax_remat3", True):
         yield
-    finally:
-        jax.config.update("jax_remat3", False)
 
 
 def layer(x, w):
@@ -50,8 +48,8 @@ def test_gradients_and_what_is_kept_are_those_without_it(name, remat3):
     results = lambda: (run(gradient(f, (0, 1)), X, W), kept(f, X, W), str(table()), need())
     grads, held, text, host = results()
     assert host
-    jax.config.update("jax_remat3", False)
-    grads_without, *others = results()
+    with setting("jax_remat3", False):
+        grads_without, *others = results()
     assert_same_bits(grads, grads_without)
     assert [held, text, host] == others
 

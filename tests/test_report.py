@@ -13,6 +13,7 @@ from models.train import main
 
 CONFIGS = ROOT / "configs"
 FOUR = ["train.grad_accumulation=4"]
+TWO_STACKS = ["model.layers=5", "model.dense_layers=2", "remat.residuals[fc1]=offload"]
 MACHINE = f"remat.machine={ROOT}/machines/h200.json"
 POOL = "XLA_PJRT_GPU_HOST_MEMORY_LIMIT_GB"
 
@@ -93,15 +94,7 @@ def test_the_report_predicts_the_step_of_a_machine_that_was_measured():
         ("tiny", ["remat.resident_layers=0"], 1, "offload_layers"),
         pytest.param("tiny", ["remat.resident_layers=0", *FOUR], 2, "two microbatches", marks=pytest.mark.slow),
         # Two dense layers, then three with experts: each stack fits alone.
-        pytest.param(
-            *(
-                "tiny-moe",
-                ["model.layers=5", "model.dense_layers=2", "remat.residuals[fc1]=offload"],
-                1,
-                "all together",
-            ),
-            marks=pytest.mark.slow,
-        ),
+        pytest.param("tiny-moe", TWO_STACKS, 1, "all together", marks=pytest.mark.slow),
     ],
 )
 def test_stacks_that_do_not_fit_together_are_refused_before_anything_is_compiled(

@@ -8,7 +8,8 @@ import tracemalloc
 import jax
 import jax.numpy as jnp
 import pytest
-from common import assert_same_bits, gradient, kept_bytes, normal, policy, run_each, saving
+from autodiff import gradient, kept_bytes, saving
+from common import assert_same_bits, normal, policy, run_each
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from jax import lax
@@ -160,21 +161,19 @@ def _in_explicit_axes(mesh, x, w):
     return (lambda x, w: jnp.sum(scan(step, x, w, policy=RULES)[0] ** 2)), x, w
 
 
-def _in_auto_axes(mesh, x, w):
-    def step(x, w):
-        h = lax.with_sharding_constraint(tag(x @ w, "fc1"), NamedSharding(mesh, jax.P("data", "model")))
-        return jnp.sin(h) @ w.T, None
+def _constrained(h, mesh):
+    return lax.with_sharding_constraint(h, NamedSharding(mesh, jax.P("data", "model")))
 
+
+def _in_auto_axes(mesh, x, w):
+    step = lambda x, w: (jnp.sin(_constrained(tag(x @ w, "fc1"), mesh)) @ w.T, None)
     on_mesh = lambda a, *spec: jax.ShapeDtypeStruct(a.shape, a.dtype, sharding=NamedSharding(mesh, jax.P(*spec)))
     x, w = on_mesh(x, "data"), on_mesh(w, None, None, "model")
     return (lambda x, w: jnp.sum(scan(step, x, w, policy=RULES)[0] ** 2)), x, w
 
 
 def _by_jaxs_checkpoint(mesh, x, w):
-    def step(x, w):
-        h = lax.with_sharding_constraint(tag(x @ w, "fc1"), NamedSharding(mesh, jax.P("data", "model")))
-        return jnp.sin(h) @ w.T, None
-
+    step = lambda x, w: (jnp.sin(_constrained(tag(x @ w, "fc1"), mesh)) @ w.T, None)
     x = jax.device_put(x, NamedSharding(mesh, jax.P("data")))
     return (lambda x, w: jnp.sum(lax.scan(jax.checkpoint(step, policy=RULES), x, w)[0] ** 2)), x, w
 

@@ -8,25 +8,13 @@ import warnings
 import jax
 import jax.numpy as jnp
 import pytest
-from common import (
-    assert_same_bits,
-    auto_mesh,
-    count,
-    gradient,
-    gradient_jaxpr,
-    in_a_loop,
-    kept,
-    kept_bytes,
-    normal,
-    policy,
-    run_each,
-    saving,
-)
+from autodiff import count, gradient, gradient_jaxpr, in_a_loop, kept, kept_bytes, saving
+from common import assert_same_bits, auto_mesh, normal, policy, run_each
 from jax import lax
 from jax.ad_checkpoint import checkpoint_name
 from softmax_kernel import kernels, softmax
 
-from jaxoffload import Policy, PolicyError, accumulate, chain, check, checkpoint, residuals, scan, scope, tag
+from jaxoffload import PolicyError, accumulate, chain, check, checkpoint, residuals, scan, scope, tag
 
 pytestmark = pytest.mark.claim("ten-rules")
 
@@ -577,11 +565,10 @@ def test_rule_9_min_offload_bytes_judges_a_composite_whole():
         return jnp.sin(fc1["gate"]) * jnp.sin(fc1["up"]) + jnp.sin(tag(x @ w, "other"))
 
     rules = {"fc1": "offload", "other": "offload"}
-    g = checkpoint(f, policy=Policy(residuals=rules, min_offload_bytes=2 * ONE))
+    g = under(f, rules, min_offload_bytes=2 * ONE)
     assert kept(g, X, W) == {HOST: 2, DEVICE: 1}
     assert states(g, X, W)["other"] == ("saved", "smaller than min_offload_bytes")
-    h = checkpoint(f, policy=Policy(residuals=rules, min_offload_bytes=2 * ONE + 1))
-    assert kept(h, X, W) == {DEVICE: 3}
+    assert kept(under(f, rules, min_offload_bytes=2 * ONE + 1), X, W) == {DEVICE: 3}
 
 
 def test_rule_9_only_the_leaves_of_one_tag_are_one_composite():
@@ -593,9 +580,7 @@ def test_rule_9_only_the_leaves_of_one_tag_are_one_composite():
             x = jnp.sin(tag(x @ w, "x"))
         return x
 
-    moved = lambda least: kept(
-        checkpoint(f, policy=Policy({"fc1": "offload", "x": "offload"}, min_offload_bytes=least)), X, W
-    )
+    moved = lambda least: kept(under(f, {"fc1": "offload", "x": "offload"}, min_offload_bytes=least), X, W)
     half = lambda place: (place, "float32", (2, 8))
     assert moved(ONE // 2) == {HOST: 3, half("host"): 3}
     assert moved(ONE) == {HOST: 3, half("host"): 2, half("device"): 1}
@@ -608,7 +593,7 @@ def test_rule_9_a_name_that_begins_like_a_composites_is_another():
         tags = [tag({"gate": x @ (w + i), "up": x @ (w - i)}, name) for i, name in ((1, "fc1"), (2, "fc10"))]
         return sum(jnp.sin(fc["gate"]) * jnp.sin(fc["up"]) for fc in tags)
 
-    moved = lambda least: kept(checkpoint(f, policy=Policy({"fc1*": "offload"}, min_offload_bytes=least)), X, W)
+    moved = lambda least: kept(under(f, {"fc1*": "offload"}, min_offload_bytes=least), X, W)
     assert moved(2 * ONE) == {HOST: 4}
     assert moved(2 * ONE + 1) == {DEVICE: 4}
 

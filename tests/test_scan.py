@@ -10,22 +10,8 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from common import (
-    assert_close,
-    assert_same_bits,
-    auto_mesh,
-    count,
-    equations,
-    gradient,
-    gradient_jaxpr,
-    in_a_loop,
-    kept_bytes,
-    normal,
-    place,
-    policy,
-    run_each,
-    total,
-)
+from autodiff import count, equations, gradient, gradient_jaxpr, in_a_loop, kept_bytes, place, total
+from common import assert_close, assert_same_bits, auto_mesh, normal, policy, run_each
 from jax import lax
 
 from jaxoffload import checkpoint, residuals, scan, tag

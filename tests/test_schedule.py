@@ -22,11 +22,7 @@ stage 1  forward    . 0a 1a 0b 1b 2a 3a 2b 3b  .  .  .  .
 
 
 @pytest.mark.parametrize(
-    "schedule, drawing",
-    [
-        (Schedule(2, 1, 4), TWO_STAGES),
-        (Schedule(2, 2, 4), TWO_VIRTUAL_STAGES),
-    ],
+    "schedule, drawing", [(Schedule(2, 1, 4), TWO_STAGES), (Schedule(2, 2, 4), TWO_VIRTUAL_STAGES)]
 )
 def test_the_drawing(schedule, drawing):
     assert str(schedule) == drawing.strip("\n")

@@ -6,11 +6,12 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from common import assert_close, assert_same_bits, normal, one_by_one
+from autodiff import one_by_one
+from common import assert_close, assert_same_bits, auto_mesh, normal
 from jax import lax
-from jax.sharding import AxisType, NamedSharding, PartitionSpec
+from jax.sharding import AxisType, NamedSharding
 from jax.sharding import PartitionSpec as P
-from microbatches import DIM, RULES, WORDS, language_model, layer, of_layers, ours, params_of, plain
+from microbatches import DIM, RULES, language_model, layer, of_layers, ours, params_of, plain, tokens
 
 from jaxoffload import HostPoolFull, Policy, accumulate, compiler_options, evaluate, scan, tag, verify
 from jaxoffload._engine.stages import collectives as stage_collectives
@@ -30,19 +31,18 @@ PARAMS = params_of(LAYERS)
 
 def on_mesh(f, sizes, args, **how):
     """Run `f`, jitted, on a mesh of stages, data and fsdp, with the layers on their stages and the rest everywhere."""
-    devices = jax.devices()[: int(np.prod(sizes))]
-    mesh = jax.make_mesh(sizes, ("stage", "data", "fsdp"), (AxisType.Auto,) * 3, devices=devices)
+    mesh = auto_mesh(**dict(zip(("stage", "data", "fsdp"), sizes, strict=True)))
     of_layers = lambda path: path[-1].key in ("w", "bias", "half") if path and hasattr(path[-1], "key") else False
-    spec = lambda path: PartitionSpec("stage") if of_layers(path) else PartitionSpec()
+    spec = lambda path: P("stage") if of_layers(path) else P()
     params = jax.tree_util.tree_map_with_path(lambda p, x: jax.device_put(x, NamedSharding(mesh, spec(p))), args[0])
-    rows = NamedSharding(mesh, PartitionSpec(None, ("data", "fsdp")))
-    batch = [jax.device_put(x, rows if x.ndim > 1 else NamedSharding(mesh, PartitionSpec())) for x in args[1:]]
+    rows = NamedSharding(mesh, P(None, ("data", "fsdp")))
+    batch = [jax.device_put(x, rows if x.ndim > 1 else NamedSharding(mesh, P())) for x in args[1:]]
     with jax.set_mesh(mesh):
         return jax.device_get(jax.jit(f, **how)(params, *batch))
 
 
 def on_two_stages():
-    return jax.set_mesh(jax.make_mesh((2,), ("stage",), (AxisType.Auto,), devices=jax.devices()[:2]))
+    return jax.set_mesh(auto_mesh(stage=2))
 
 
 def everything(stack, params, tokens, scale, numbers):
@@ -72,27 +72,18 @@ def everything(stack, params, tokens, scale, numbers):
     return loss, {"counts": counts, "kept": kept[0]}
 
 
-def tokens(microbatches, rows=4):
-    return jnp.asarray(np.random.default_rng(7).integers(0, WORDS, (microbatches, rows, 5), np.int32))
-
-
-CASES = {
-    "two": ((2, 2, 2), 1, 3),
-    "fewer microbatches than stages": ((4, 1, 2), 1, 3),
-    "four with two each": ((4, 1, 1), 2, 6),
-    "a loop over ticks, two each": ((2, 2, 1), 2, 19),
-}
-MARKS = [], pytest.mark.slow, pytest.mark.long, pytest.mark.slow
-cases = pytest.mark.parametrize(
+@pytest.mark.parametrize(
     "sizes, virtual_stages, microbatches",
-    [pytest.param(*case, id=name, marks=marks) for (name, case), marks in zip(CASES.items(), MARKS, strict=True)],
+    [
+        pytest.param((2, 2, 2), 1, 3, id="two"),
+        pytest.param((4, 1, 2), 1, 3, id="fewer microbatches than stages", marks=pytest.mark.slow),
+        pytest.param((4, 1, 1), 2, 6, id="four with two each", marks=pytest.mark.long),
+        pytest.param((2, 2, 1), 2, 19, id="a loop over ticks, two each", marks=pytest.mark.slow),
+    ],
 )
-
-
-@cases
 @pytest.mark.usefixtures("compiled_fast")
 def test_gradients_equal_those_of_one_device(sizes, virtual_stages, microbatches):
-    args = params_of(max(LAYERS, 2 * sizes[0] * virtual_stages)), tokens(microbatches)
+    args = params_of(max(LAYERS, 2 * sizes[0] * virtual_stages)), tokens(microbatches, rows=4)
     of = lambda stack: functools.partial(language_model, stack)
     expected = jax.jit(one_by_one(of(plain), has_aux=True))(*args)
     staged = accumulate(of(ours), has_aux=True, stages="stage", virtual_stages=virtual_stages)
@@ -167,10 +158,8 @@ def test_sums_in_a_wider_dtype(microbatches, virtual_stages):
     params = {name: x if name == "float32" else x.astype(jnp.bfloat16) for name, x in params.items()}
     args = params, normal(9, (microbatches, 4, DIM), jnp.bfloat16)
     how = {"compiler_options": exact_options()}
-    one = jax.jit(jax.grad(functools.partial(loss, plain)), **how)
-    of_each = [jax.tree.map(lambda x: np.asarray(x, np.float32), one(params, x)) for x in args[1]]
-    expected = jax.tree.map(lambda *grads: functools.reduce(np.add, grads, np.zeros_like(grads[0])), *of_each)
     summed = {"reduction": "sum", "sum_dtype": jnp.float32}
+    _, expected = jax.device_get(jax.jit(one_by_one(functools.partial(loss, plain), **summed), **how)(*args))
     staged = accumulate(functools.partial(loss, ours), stages="stage", virtual_stages=virtual_stages, **summed)
     with on_two_stages():
         found = jax.device_get(jax.jit(staged, **how)(*args)[1])
@@ -232,7 +221,7 @@ def test_passes_that_nobody_reads_find_numbers_of_any_kind_and_offsets_in_range(
 def test_what_stages_alone_compute_has_the_same_bits(virtual_stages, microbatches, options):
     """Nothing else is divided: the layers' gradients are sums of the same numbers in the same order. With eleven
     microbatches there is a loop over ticks, which XLA:CPU rounds in its own way unless it is told not to."""
-    args, how = (PARAMS, tokens(microbatches)), {"compiler_options": options}
+    args, how = (PARAMS, tokens(microbatches, rows=4)), {"compiler_options": options}
     of = lambda stack: functools.partial(language_model, stack)
     (loss, aux), grads = jax.jit(one_by_one(of(plain), has_aux=True), **how)(*args)
     staged = accumulate(of(ours), has_aux=True, stages="stage", virtual_stages=virtual_stages)
@@ -267,7 +256,7 @@ def test_two_gpus_compute_the_bits_of_one(virtual_stages, microbatches):
 @pytest.mark.parametrize("sizes, virtual_stages, microbatches", [((2, 2, 2), 2, 3), ((4, 1, 1), 1, 6)])
 @pytest.mark.usefixtures("compiled_fast")
 def test_losses_by_forward_passes_alone_equal_those_of_one_device(sizes, virtual_stages, microbatches):
-    args = PARAMS, tokens(microbatches)
+    args = PARAMS, tokens(microbatches, rows=4)
     of = lambda stack: functools.partial(language_model, stack)
     expected = jax.jit(evaluate(of(plain), has_aux=True))(*args)
     how = {"stages": "stage", "virtual_stages": virtual_stages}
@@ -293,7 +282,7 @@ def test_evaluation_moves_no_layers():
 @pytest.mark.usefixtures("compiled_fast")
 def test_all_that_a_loss_can_have():
     params = PARAMS | {"half": normal(5, (LAYERS, DIM, DIM)) / 5}
-    args = params, tokens(3), normal(6, (3, 4)), jnp.arange(6).reshape(3, 2)
+    args = params, tokens(3, rows=4), normal(6, (3, 4)), jnp.arange(6).reshape(3, 2)
     of = lambda stack: functools.partial(everything, stack)
     expected = jax.jit(one_by_one(of(plain), has_aux=True, reduction="sum"))(*args)
     how = {"has_aux": True, "reduction": "sum", "stages": "stage", "virtual_stages": 2}
@@ -399,13 +388,9 @@ def layers_with(communicate, tail=lambda y: y):
     return lambda w, x: jnp.mean(tail(divided(scan(step, x, w, policy=policy)[0], "data")) ** 2)
 
 
-def in_three():
-    return jax.make_mesh((2, 2, 2), ("stage", "data", "tensor"), (AxisType.Auto,) * 3)
-
-
 def on_stages_and_data(loss, microbatches=1, run=accumulate):
     """The function of `accumulate` on two stages of four devices, with its arguments; a context."""
-    mesh = in_three()
+    mesh = auto_mesh(stage=2, data=2, tensor=2)
     w = jax.device_put(normal(0, (4, DIM, DIM)) / 5, NamedSharding(mesh, P("stage")))
     x = jax.device_put(normal(1, (microbatches, 8, DIM)), NamedSharding(mesh, P(None, "data")))
     return jax.jit(run(loss, stages="stage")), (w, x), jax.set_mesh(mesh)
@@ -463,7 +448,7 @@ REFUSED_AS_TRACED = {
         for run in (accumulate, evaluate)
     },
     "with a mesh": (
-        lambda h: in_parts(jnp.sin, mesh=in_three())(h),
+        lambda h: in_parts(jnp.sin, mesh=auto_mesh(stage=2, data=2, tensor=2))(h),
         accumulate,
         "cannot be traced.* in the layer, without mesh",
     ),
@@ -480,7 +465,7 @@ def test_layers_that_would_wait_for_other_stages_are_refused_as_they_are_traced(
 
 
 def test_a_result_that_is_constrained_to_a_mesh_of_the_users_is_refused():
-    mesh = jax.make_mesh((2, 2), ("stage", "data"), (AxisType.Auto,) * 2, devices=jax.devices()[:4])
+    mesh = auto_mesh(stage=2, data=2)
 
     def by(how):
         step = lambda x, w: (lax.with_sharding_constraint(x + jnp.tanh(tag(x @ w, "fc1")), how), None)
@@ -488,9 +473,9 @@ def test_a_result_that_is_constrained_to_a_mesh_of_the_users_is_refused():
 
     args = PARAMS["w"], normal(6, (3, 4, DIM))
     with jax.set_mesh(mesh):
-        jax.make_jaxpr(accumulate(by(PartitionSpec("data")), stages="stage"))(*args)
+        jax.make_jaxpr(accumulate(by(P("data")), stages="stage"))(*args)
         with pytest.raises(NotImplementedError, match="constrained by a NamedSharding; use a PartitionSpec"):
-            jax.make_jaxpr(accumulate(by(NamedSharding(mesh, PartitionSpec("data"))), stages="stage"))(*args)
+            jax.make_jaxpr(accumulate(by(NamedSharding(mesh, P("data"))), stages="stage"))(*args)
 
 
 REFUSED_AS_COMPILED = {
@@ -568,7 +553,7 @@ def test_a_mesh_is_needed_and_its_axis_is_auto():
 
 @pytest.mark.slow
 def test_a_single_stage_interleaves():
-    args = PARAMS, tokens(3)
+    args = PARAMS, tokens(3, rows=4)
     of = lambda stack: functools.partial(language_model, stack)
     expected = jax.jit(one_by_one(of(plain), has_aux=True))(*args)
     got = on_mesh(accumulate(of(ours), has_aux=True, stages="stage", virtual_stages=3), (1, 1, 1), args)
@@ -588,15 +573,15 @@ def in_groups(params, tokens):
 def staged(groups, microbatches=3, stages=2):
     """A step on two stages with two virtual stages, or on four, and its arguments, layers in groups for these or not; a
     context."""
-    mesh = jax.make_mesh((stages,), ("stage",), (AxisType.Auto,), devices=jax.devices()[:stages])
+    mesh = auto_mesh(stage=stages)
 
     def placed(path, x):
         if not is_stack(path):
-            return jax.device_put(x, NamedSharding(mesh, PartitionSpec()))
-        return jax.device_put(x.reshape(groups, -1, *x.shape[1:]), NamedSharding(mesh, PartitionSpec(None, "stage")))
+            return jax.device_put(x, NamedSharding(mesh, P()))
+        return jax.device_put(x.reshape(groups, -1, *x.shape[1:]), NamedSharding(mesh, P(None, "stage")))
 
     step = accumulate(in_groups, has_aux=True, stages="stage", virtual_stages=4 // stages)
-    return step, (jax.tree_util.tree_map_with_path(placed, PARAMS), tokens(microbatches)), jax.set_mesh(mesh)
+    return step, (jax.tree_util.tree_map_with_path(placed, PARAMS), tokens(microbatches, rows=4)), jax.set_mesh(mesh)
 
 
 @pytest.mark.slow

@@ -61,12 +61,7 @@ def test_interleaved_with_state_on_the_host_trains_as_one_after_another_on_the_d
 
 @pytest.mark.parametrize(
     "interleave, microbatches, moved, interleaved",
-    [
-        (True, 2, "offload", 1),
-        (True, 2, "save", 0),
-        (True, 1, "offload", 0),
-        (False, 2, "offload", 0),
-    ],
+    [(True, 2, "offload", 1), (True, 2, "save", 0), (True, 1, "offload", 0), (False, 2, "offload", 0)],
 )
 def test_microbatches_interleave_where_there_are_several_and_something_moves(
     interleave, microbatches, moved, interleaved

@@ -178,9 +178,7 @@ def test_each_copy_has_its_residual():
     assert totals["(not attributed)", "h2d"] == (1, 40, 2, 1) and "(not attributed)" in str(found)
 
 
-class Compiled:
-    def as_text(self):
-        return f"HloModule jit_step, is_scheduled=true\n{PROGRAM}"
+COMPILED = Mock(as_text=lambda: f"HloModule jit_step, is_scheduled=true\n{PROGRAM}")
 
 
 def test_of_a_trace_that_holds_other_programs_the_profile_is_of_one(tmp_path):
@@ -189,19 +187,19 @@ def test_of_a_trace_that_holds_other_programs_the_profile_is_of_one(tmp_path):
     streams["Stream #3(MemcpyD2H)"] += [(D2H, "copy-start.2", 80, 90, "jit_evaluate")]
     streams["Stream #4(MemcpyH2D)"] += [(H2D, "", 96, 97, "")]  # the next batch, which no program transfers
     write_trace(tmp_path, streams, "jit_step")
-    found = read_profile(tmp_path, Compiled(), steps=2)
+    found = read_profile(tmp_path, COMPILED, steps=2)
     assert found == dataclasses.replace(profiled(0, 100), device="cpu")
     write_trace(tmp_path, streams, "jit_other_step")
     with pytest.raises(ValueError, match=f"in the trace in {tmp_path} jit_step did not run on a GPU"):
-        read_profile(tmp_path, Compiled(), steps=2)
+        read_profile(tmp_path, COMPILED, steps=2)
     with pytest.raises(ValueError, match=r"^read_profile: steps must be at least 1, got 0"):
-        read_profile(tmp_path, Compiled(), steps=0)
+        read_profile(tmp_path, COMPILED, steps=0)
 
 
 @pytest.mark.claim("profile")
 def test_a_profile_is_that_of_the_trace_of_its_steps(monkeypatch):
     """Here the trace is made by hand; the first run is not in it."""
-    program = Mock(as_text=Compiled().as_text)
+    program = Mock(as_text=COMPILED.as_text)
     monkeypatch.setattr(_profile, "target_of", lambda f, args: SimpleNamespace(compiled=lambda _: program, arrays=args))
     trace = lambda folder: contextlib.nullcontext(write_trace(Path(folder), steps_at(0, 100), "jit_step"))
     monkeypatch.setattr(jax.profiler, "trace", trace)
@@ -225,8 +223,12 @@ def recorded(request):
         made = json.load(file)
     assert "H200" in made["device"] and made.keys() > {"versions", "command", "commit", "of"}
     module = parse(made["program"])
-    events = [Event(*e) for e in made["events"]]
-    return request.param, made, profile_of(events, host_copies(module), made["steps"], "a GPU"), module
+    made["events"] = [Event(*e) for e in made["events"]]
+    return request.param, made, profile_of(made["events"], host_copies(module), made["steps"], "a GPU"), module
+
+
+def first_step(made):
+    return _steps(sorted(made["events"], key=lambda e: e.start), made["steps"])[0]
 
 
 # Of the recorded configs, by hand: residual -> bytes per layer, in bfloat16 and float32.
@@ -250,10 +252,9 @@ def test_each_copy_of_a_real_step_has_its_residual(recorded):
 
 def test_copies_of_a_real_step_are_on_no_stream_that_computes(recorded):
     _, made, found, module = recorded
-    events = [Event(*e) for e in made["events"]]
-    assert {m.stream for m in found.moves} <= {e.stream for e in events if e.direction}
+    assert {m.stream for m in found.moves} <= {e.stream for e in made["events"] if e.direction}
     assert not hlo.kernels_on_host_memory(module) and not list(hlo.out_of_range(module))
-    step = _steps(sorted(events, key=lambda e: e.start), made["steps"])[0]
+    step = first_step(made)
     wrong = lambda change: _copies.wrong_as_it_ran([e for event in step for e in change(event)], module, ())
     assert wrong(lambda e: [e]) == []
     copies = [e for e in step if e.direction]
@@ -284,7 +285,7 @@ def test_copies_of_a_real_step_are_on_no_stream_that_computes(recorded):
 )
 def test_grouped_gemms_with_group_sizes_on_the_host_are_listed(recorded, monkeypatch, target, verdict):
     _, made, _, module = recorded
-    step = _steps(sorted((Event(*e) for e in made["events"]), key=lambda e: e.start), made["steps"])[0]
+    step = first_step(made)
     compute = next(e for e in step if not e.name.startswith("Mem"))
     called = f'%also () -> f32[] {{\n  ROOT %it.1 = f32[] custom-call(), custom_call_target="{target}"\n}}\n'
     program = Mock(as_text=lambda: called + made["program"])

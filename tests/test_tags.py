@@ -4,7 +4,8 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from common import equations, kept, normal, policy
+from autodiff import equations, kept
+from common import normal, policy
 from jax.ad_checkpoint import checkpoint_name
 
 from jaxoffload import checkpoint, residuals, scope, tag
@@ -113,14 +114,7 @@ def test_what_is_neither_true_nor_false_does_not_keep(keep):
         tag(1.0, "fc1", keep=keep)
 
 
-@pytest.mark.parametrize(
-    "text",
-    [
-        "a | b: 50%",
-        "jaxoffload:save:fc1:0123abcd:0",
-        "",
-    ],
-)
+@pytest.mark.parametrize("text", ["a | b: 50%", "jaxoffload:save:fc1:0123abcd:0", ""])
 @pytest.mark.parametrize("keep", [False, True])
 def test_foreign_names_of_any_characters_are_names(text, keep):
     assert read_names(text + KEEP * keep) == (Name(text, keep),)

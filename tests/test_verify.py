@@ -7,13 +7,13 @@ import json
 import os
 import re
 import runpy
-import subprocess
 import sys
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from autodiff import offloading
 from common import ROOT, auto_mesh, finish, free_port, inherited_flags, needs_te, normal, start
 from faults import a_host_write_is_skipped, rows_in_wrong_order
 from jax import lax
@@ -21,25 +21,14 @@ from jax.ad_checkpoint import checkpoint_name
 from jax.extend.core import jaxpr_as_fun
 from jax.sharding import NamedSharding, SingleDeviceSharding
 
-from jaxoffload import (
-    Policy,
-    _compiler_options,
-    _jax,
-    chain,
-    checkpoint,
-    compiler_options,
-    profile,
-    residuals,
-    scan,
-    tag,
-)
+from jaxoffload import Policy, _compiler_options, chain, checkpoint, compiler_options, profile, residuals, scan, tag
 from jaxoffload._engine.decide import plan as _plan
 from jaxoffload._engine.jaxprs.walk import walk
 from jaxoffload._engine.layers import layer as _layer
 from jaxoffload._engine.layers import passes as _loops
 from jaxoffload._engine.layers import scan_primitive
 from jaxoffload._engine.layers.placement import Layout
-from jaxoffload._jax import DEVICE, HOST, on_host
+from jaxoffload._jax import CUDNN_ATTENTION, CUDNN_CONFIG, DEVICE, HOST, is_attention, is_causal, on_host
 from jaxoffload._policy import VERDICT
 from jaxoffload._text import readable
 from jaxoffload._tracing import tracing
@@ -298,14 +287,6 @@ def there_and_back(x):
     return moved(x)
 
 
-def offloads(*names):
-    """JAX's own policy, which offloads these names."""
-    where = {"offload_src": "device", "offload_dst": "pinned_host"}
-    return jax.checkpoint_policies.save_and_offload_only_these_names(
-        names_which_can_be_saved=[], names_which_can_be_offloaded=list(names), **where
-    )
-
-
 def named_weight(x, w):
     return layer(x, w | {"in": checkpoint_name(w["in"], "w_in")})
 
@@ -316,7 +297,7 @@ CALLERS = "an argument float32<host>[16,32], which is named 'w_in' and stays wit
 ARGUMENT = "an argument float32<host>[4,16,32]"
 MISPLACED = {
     "in our layer": (scanned(lambda x, w: layer(x, w | {"in": there_and_back(w["in"])})), UNTOLD),
-    "named, by JAX": (by_jax(named_weight, offloads("w_in")), CALLERS),
+    "named, by JAX": (by_jax(named_weight, offloading("w_in")), CALLERS),
     "named, under our policy": (by_jax(named_weight, Policy({"w_in": "offload"}, min_offload_bytes=0)), CALLERS),
     "beside ours": (lambda x, w: of_scan(x, w) + there_and_back(jnp.sin(x))[0, 0], OF_X),
     "in a custom rule": (lambda x, w: {"y": there_and_back(x), "g": jax.grad(of_scan)(x, w)}, "[8,16]"),
@@ -325,7 +306,7 @@ MISPLACED = {
         "result 0 of a jit",
     ),
     "without us": (
-        lambda x, w: {"y": by_jax(layer, offloads("fc1"))(x, jax.tree.map(there_and_back, w))},
+        lambda x, w: {"y": by_jax(layer, offloading("fc1"))(x, jax.tree.map(there_and_back, w))},
         "an input float32<host>[4,16,32]",
     ),
 }
@@ -340,7 +321,7 @@ def test_what_must_not_go_to_the_host_fails(f, said):
 @pytest.mark.claim("verify")
 def test_a_function_that_is_not_ours_has_no_reference():
     """Names and policies are JAX's."""
-    found = verify(by_jax(layer, offloads("fc1")), X, W)
+    found = verify(by_jax(layer, offloading("fc1")), X, W)
     assert {c.claim for c in found if c.verdict == "holds"} == {"moves", "repeats"}, found
 
 
@@ -380,7 +361,7 @@ def test_a_policy_of_ours_is_asked_what_jaxs_checkpoint_moves(monkeypatch):
 
 
 def test_what_others_move_beside_ours_is_not_judged_by_bytes():
-    beside = lambda x, w, v: of_scan(x, w) + by_jax(layer, offloads("fc1"))(x, v)
+    beside = lambda x, w, v: of_scan(x, w) + by_jax(layer, offloading("fc1"))(x, v)
     args = X, W, weights(2)
     verdict, said = one(conservation, beside, *args)
     assert verdict == one(gradients, beside, *args)[0] == "not checked"
@@ -623,10 +604,7 @@ def attending(x, w, attention=CUDNN):
     return jnp.sum(x.astype(jnp.float32) ** 2)
 
 
-ATTENDING = (
-    jax.ShapeDtypeStruct((2, 512, 512), jnp.bfloat16),
-    jax.ShapeDtypeStruct((4, 512, 8, 64), jnp.bfloat16),
-)
+ATTENDING = (jax.ShapeDtypeStruct((2, 512, 512), jnp.bfloat16), jax.ShapeDtypeStruct((4, 512, 8, 64), jnp.bfloat16))
 
 
 @pytest.fixture
@@ -643,9 +621,9 @@ def test_a_jax_that_cannot_be_asked_is_left_as_it_is(fused, monkeypatch):
     heads = jax.ShapeDtypeStruct((2, 512, 8, 64), jnp.bfloat16)
     for causal in (True, False):
         masked = jax.make_jaxpr(functools.partial(called, is_causal=causal))(heads, heads, heads)
-        (kernel,) = [s.eqn for s in walk(masked) if re.fullmatch(_jax.CUDNN_ATTENTION, s.eqn.primitive.name)]
-        assert _jax.is_attention(kernel.primitive.name) and _jax.is_causal(kernel.params) is causal
-    monkeypatch.delattr(fused, _jax.CUDNN_CONFIG)
+        (kernel,) = [s.eqn for s in walk(masked) if re.fullmatch(CUDNN_ATTENTION, s.eqn.primitive.name)]
+        assert is_attention(kernel.primitive.name) and is_causal(kernel.params) is causal
+    monkeypatch.delattr(fused, CUDNN_CONFIG)
     before = dict(vars(fused)), dict(os.environ)
     with pytest.raises(ZeroDivisionError), _exact.deterministic_attention():
         assert os.environ["NVTE_ALLOW_NONDETERMINISTIC_ALGO"] == "0" and vars(fused) == before[0]
@@ -722,8 +700,7 @@ for f in (loss, lambda w, x: w - jax.grad(loss)(w, x)):
 @pytest.mark.slow
 def test_processes_with_one_device_each_verify_together():
     port, environment = str(free_port()), os.environ | {"JAX_PLATFORMS": "cpu", "XLA_FLAGS": inherited_flags()}
-    pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.STDOUT, "text": True}
-    run = lambda n: start([sys.executable, "-c", ONE_OF_TWO, port, str(n)], cwd=ROOT, env=environment, **pipes)
+    run = lambda n: start([sys.executable, "-c", ONE_OF_TWO, port, str(n)], cwd=ROOT, env=environment)
     for said in map(finish, [run(0), run(1)]):
         assert (
             said.count("holds        gradients") == said.count("holds        placement") == 2 and "fails " not in said

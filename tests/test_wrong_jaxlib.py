@@ -4,7 +4,8 @@ import jax
 import jax.numpy as jnp
 import jaxlib
 import pytest
-from common import gradient, normal, policy
+from autodiff import gradient
+from common import normal, policy
 from flax import linen, nnx
 from jax import lax
 

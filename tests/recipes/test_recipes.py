@@ -4,7 +4,6 @@ import importlib.util
 import inspect
 import os
 import re
-import subprocess
 import sys
 from pathlib import Path
 
@@ -49,7 +48,7 @@ def test_a_recipe_trains_as_before_and_prints_what_it_shows(page: Path):
     script = ROOT / "tests/recipes" / SCRIPTS.get(page.stem, "run_recipe.py")
     environment = os.environ | {"PYTHONPATH": str(ROOT), "XLA_FLAGS": exact_flags()}
     command = [python, "-W", "ignore", str(script), str(page)]
-    printed = finish(start(command, env=environment, cwd=ROOT, stdout=subprocess.PIPE, text=True))
+    printed = finish(start(command, env=environment, cwd=ROOT, stderr=None))
     ((versions, shown),) = re.findall(r"^versions: (.*?)\n(.*)", printed, re.DOTALL | re.MULTILINE)
     assert shown == "".join(TEXT.findall(page.read_text()))
     if page.stem not in IN_CI:

@@ -14,7 +14,6 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from autodiff import gradient, in_a_loop, kept, saving  # noqa: F401 (test_grouped.py and test_program.py import them)
 
 from jaxoffload import Policy
 from jaxoffload.grouped import te

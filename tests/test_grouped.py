@@ -13,21 +13,18 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 import te_stand_in
+from autodiff import gradient, in_a_loop, kept, saving
 from common import (
     ROOT,
     assert_close,
     assert_same_bits,
     auto_mesh,
-    gradient,
-    in_a_loop,
-    kept,
     needs_te,
     normal,
     on_cpu_and_gpu,
     policy,
     run,
     run_each,
-    saving,
 )
 from jax import lax
 

@@ -16,7 +16,8 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
-from common import PATIENCE, ROOT, gradient, in_a_loop, needs_te
+from autodiff import gradient, in_a_loop
+from common import PATIENCE, ROOT, needs_te
 from described_gpu import OPTIONS, begun_after, compiled, gpu, matmuls, module_of, nothing_cached, two_gpus
 from flax import nnx
 from jax import lax

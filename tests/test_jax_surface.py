@@ -19,7 +19,7 @@ OTHERS = {name: tree for name, tree in FILES.items() if name != "_jax.py"}
 # JAX exports no object for these, or another package defines them.
 BY_NAME = {"shard_map", "pvary", "pallas_call", "ffi_call", "custom_vmap_call", "psum_invariant", "reduce_scatter"}
 BY_NAME |= {"ragged_dot_general", "dot_product_attention_fwd_wrapper", "dot_product_attention_fp8_fwd_wrapper"}
-BY_NAME |= {"call_hi_primitive"}
+BY_NAME |= {"call_hi_primitive", "mpmd_map"}
 
 
 # What a regular expression is for: names of JAX's, and those of TransformerEngine's (a primitive's is its own with

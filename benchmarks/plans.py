@@ -78,9 +78,15 @@ def main() -> None:
     result = added(json.loads(options.out.read_text()), result) if options.add else result
     for name in options.shapes:
         found = before["shapes"].get(name, {}).get("policies", {})
-        of = {"policies": predictions(SHAPES[name], machine)} if predicts else measured(name, found, machine, options)
-        result["shapes"][name] = of
-        bench.write(options, result)  # so that a later failure loses nothing
+
+        def keep(of: dict[str, Any], name: str = name) -> None:
+            result["shapes"][name] = of
+            bench.write(options, result)  # so that a later failure loses nothing
+
+        if predicts:
+            keep({"policies": predictions(SHAPES[name], machine)})
+        else:
+            measure(name, found, machine, options, keep)
 
 
 def added(old: dict[str, Any], new: dict[str, Any]) -> dict[str, Any]:
@@ -166,8 +172,14 @@ def near(name: str, files: list[str], known: dict[str, Variant]) -> dict[str, Va
     return found
 
 
-def measured(name: str, found: dict[str, Any], machine: Machine, options: argparse.Namespace) -> dict[str, Any]:
-    """Return step time and memory of the plans and of other policies of a shape."""
+def measure(
+    name: str,
+    found: dict[str, Any],
+    machine: Machine,
+    options: argparse.Namespace,
+    keep: Callable[[dict[str, Any]], None],
+) -> None:
+    """Measure step time and memory of the plans and of other policies of a shape; `keep` what is known of them."""
     shape, sizes = SHAPES[name], options_of(SHAPES[name], {})
     variants = policies_of(shape.case)
     variants = near(name, options.near, variants) if options.near else variants
@@ -184,11 +196,15 @@ def measured(name: str, found: dict[str, Any], machine: Machine, options: argpar
     for (_, which), step in steps.items():
         step.facts.update(plans[which])
         lines[f"plan {which}"] = step.facts
-    bench.measure(made._replace(steps=made.steps | steps), options)
-    for facts in lines.values():
-        facts["device_gib"] = facts.pop("all_gib", None)
-    judgments = {which: judged(gib, lines.get(f"plan {which}", {}), lines) for which, gib in budgets.items()}
-    return {"budgets": judgments, "policies": lines}
+
+    def then() -> None:
+        renamed = {"all_gib": "device_gib"}
+        known = {key: {renamed.get(what, what): x for what, x in facts.items()} for key, facts in lines.items()}
+        judgments = {which: judged(gib, known.get(f"plan {which}", {}), known) for which, gib in budgets.items()}
+        keep({"budgets": judgments, "policies": known})
+
+    then()
+    bench.measure(made._replace(steps=made.steps | steps), options, then)
 
 
 def budgets_of(least: float, most: float) -> dict[str, float]:

@@ -13,11 +13,12 @@ from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 import jax
+from jax import lax
 from jax.extend.core import Jaxpr, JaxprEqn, Var
-from jax.extend.core.primitives import convert_element_type_p, jit_p, reshape_p
+from jax.extend.core.primitives import broadcast_in_dim_p, convert_element_type_p, jit_p, reshape_p
 from jax.ref import AbstractRef
 
-from ..._jax import add_jaxvals, evaluate, has_effects, in_memory_of
+from ..._jax import add_jaxvals, evaluate, has_effects, in_memory_of, nbytes
 from ..jaxprs.inline import (
     Values,
     depending,
@@ -35,6 +36,8 @@ from ..layers.passes import Loops, Pass, backward_pass, begin_forward, forward_p
 from ..layers.rows import summand
 from ..layers.scan_primitive import backward_loops, scan_p
 from ..layers.segments import Segment, SegmentResiduals
+
+_LARGE = 2**20  # bytes
 
 
 class Scan(NamedTuple):
@@ -102,14 +105,14 @@ class Gradient:
         return {v: numbers[v] for loops, outs in backward for v in outs[loops.consts + loops.carry :] if v in numbers}
 
     @functools.cached_property
-    def rounded(self) -> dict[tuple[Any, Any], Any]:
-        """What a gradient was before its last conversion, by the gradient and the dtype that it had.
-
-        XLA adds a scatter to its sum in place, but not where it is rounded before.
-        """
-        converts = [eqn for eqn in self.jaxpr.eqns[self.cut :] if eqn.primitive is convert_element_type_p]
-        both: list[tuple[Any, Any]] = [(eqn.outvars[0], eqn.invars[0]) for eqn in converts]
-        return {(after, before.aval.dtype): before for after, before in both}
+    def fills(self) -> list[JaxprEqn]:
+        """The equations that fill large arrays with one number for what the backward pass computes and then rounds: the
+        zeros to which a gather's gradient is added. One that is not rounded XLA adds to its sum without them."""
+        later = self.jaxpr.eqns[self.cut :]
+        rounded = {v for eqn in later if eqn.primitive is convert_element_type_p for v in variables(eqn.invars)}
+        reads = {v for eqn in later if not rounded.isdisjoint(eqn.outvars) for v in variables(eqn.invars)}
+        made = [eqn for eqn in self.jaxpr.eqns if eqn.primitive is broadcast_in_dim_p and not variables(eqn.invars)]
+        return [eqn for eqn in made if eqn.outvars[0] in reads and nbytes(eqn.outvars[0].aval) >= _LARGE]
 
     @property
     def sums(self) -> list[Any]:
@@ -329,6 +332,10 @@ def backward(program: Program, between: BetweenPasses, sums: Sequence[Any]) -> P
     values = program.values | {v: jax.new_ref(x) if isinstance(v.aval, AbstractRef) else x for v, x in kept}
     numbers = {id(scan.backward): number for number, scan in enumerate(gradient.scans)}
     sums, in_place = list(sums), gradient.in_place
+    for eqn in gradient.fills:
+        # Of this microbatch: XLA would make those of several at once, and keep them until the last one needs its own.
+        one, _ = lax.optimization_barrier((read(eqn.invars, values)[0], between.values))
+        values[eqn.outvars[0]] = eqn.primitive.bind(one, **eqn.params)
     for eqns, number in _up_to_loops(gradient, gradient.jaxpr.eqns[gradient.cut :], numbers):
         evaluate_equations(gradient.jaxpr, eqns, values)
         if number is not None:
@@ -345,7 +352,7 @@ def backward(program: Program, between: BetweenPasses, sums: Sequence[Any]) -> P
     is_zero = zero_results(gradient.jaxpr)[gradient.results :]
     for number, v in enumerate(gradient.gradients):
         if not is_zero[number] and number not in in_place.values():
-            (ct,) = read([gradient.rounded.get((v, sums[number].dtype), v)], values)
+            (ct,) = read([v], values)
             sums[number] = add_jaxvals(sums[number], summand(ct, sums[number]))
     return sums
 

@@ -203,7 +203,6 @@ def measure(
         judgments = {which: judged(gib, known.get(f"plan {which}", {}), known) for which, gib in budgets.items()}
         keep({"budgets": judgments, "policies": known})
 
-    then()
     bench.measure(made._replace(steps=made.steps | steps), options, then)
 
 

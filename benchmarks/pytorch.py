@@ -38,10 +38,10 @@ OURS = {
     "everything saved": ours(dict.fromkeys(CASE.moved, "save")),
     "everything recomputed": ours({}),
 }
-TORCH = ("nothing recomputed", "selective checkpointing", "everything recomputed", "moved by hooks")
+TORCH = ("no checkpoint", "selective checkpointing", "everything recomputed", "moved by hooks")
 RATIOS = {
-    "all moved / PyTorch, nothing recomputed": ("interleaved, all moved", "nothing recomputed", "ms"),
-    "everything saved / PyTorch, nothing recomputed": ("everything saved", "nothing recomputed", "ms"),
+    "all moved / PyTorch, no checkpoint": ("interleaved, all moved", "no checkpoint", "ms"),
+    "everything saved / PyTorch, no checkpoint": ("everything saved", "no checkpoint", "ms"),
     "all moved / PyTorch, selective checkpointing": ("interleaved, all moved", "selective checkpointing", "ms"),
     "memory: all moved / PyTorch, everything recomputed": (
         *("interleaved, all moved", "everything recomputed", "beyond_gib"),
@@ -106,7 +106,7 @@ def run_ours(options: argparse.Namespace) -> dict[str, Any]:
     for (mode, _), step in group.steps.items():
         facts = modes[mode] = step.facts
         if "step_ms" in facts:
-            facts["times_ms"] = [*facts["spread_ms"], facts["step_ms"]]
+            facts["times_ms"] = [*facts["spread_ms"], facts["step_ms"]]  # all of them, of three steps
             # Without the batch that a step returns for the next one.
             facts |= {"weight_bytes": weights, "peak_bytes": state + facts["temp_gib"] * GIB}
             if mode in options.profile and jax.default_backend() == "gpu":
@@ -115,7 +115,7 @@ def run_ours(options: argparse.Namespace) -> dict[str, Any]:
 
 
 def run_child(peer: str, options: argparse.Namespace, is_last: bool) -> dict[str, Any]:
-    """Run a peer in a process of its own, and return what it found. In the last round it traces kernels, too."""
+    """Run a peer in a process of its own, and return what it found. Ours traces kernels in the last round alone."""
     if peer == "ours":
         with tempfile.NamedTemporaryFile() as file:
             command = ["benchmarks.pytorch", *sys.argv[1:], "--child", "--out", file.name]
@@ -134,11 +134,12 @@ def together(rounds: list[dict[str, Any]], options: argparse.Namespace, device: 
     """Return the facts of a peer's modes, of all rounds."""
     found = {}
     for mode in rounds[0]["modes"]:
-        each = [of["modes"][mode] for of in rounds]
-        times = [ms for of in each for ms in of.get("times_ms", [])]
-        if not times:
-            found[mode] = each[0]
+        every = [of["modes"][mode] for of in rounds]
+        each = [of for of in every if "times_ms" in of]
+        if not each:
+            found[mode] = every[0]
             continue
+        times = [ms for of in each for ms in of["times_ms"]]
         step_ms, flops = statistics.median(times), options.microbatches * model_flops(CASE, options)
         facts = {"ms": step_ms / options.microbatches, "step_ms": step_ms, "spread_ms": [min(times), max(times)]}
         facts["mfu"] = metrics.mfu(1e3 * flops / step_ms, device)
@@ -183,7 +184,7 @@ def main(options: argparse.Namespace) -> None:
             of.append(run_child(peer, options, number == options.rounds - 1))
             found = {peer: together(of, options, of[0]["device"]) for peer, of in rounds.items() if of}
             devices = {of[0]["device"] for of in rounds.values() if of}
-            versions = {name: number for of in rounds.values() if of for name, number in of[0]["versions"].items()}
+            versions = {name: text for of in rounds.values() if of for name, text in of[0]["versions"].items()}
             result = {"device": f"1 {' and '.join(sorted(devices))}", "versions": versions}
             result |= {"command": bench.command_of("pytorch"), "commit": options.commit, "shape": shape_of(options)}
             result |= {"microbatches": options.microbatches, "peers": found, "ratios": ratios(found)}
@@ -194,7 +195,11 @@ def main(options: argparse.Namespace) -> None:
 def parse() -> argparse.Namespace:
     more = {"layers": 8, "param_dtype": "bfloat16", "microbatches": 8, "rounds": 2, "child": False}
     more["profile"] = ["interleaved, all moved", "everything saved"]
-    return bench.parser(__doc__, "pytorch", **SIZES | more, modes=[*dict.fromkeys((*OURS, *TORCH))]).parse_args()
+    made = bench.parser(__doc__, "pytorch", **SIZES | more, modes=[*dict.fromkeys((*OURS, *TORCH))])
+    options = made.parse_args()
+    if wrong := [name for name in ("qk_norm", "fsdp", "expert") if getattr(options, name) != SIZES[name]]:
+        made.error(f"--{wrong[0]}: PyTorch's layers have no other than {SIZES[wrong[0]]}")
+    return options
 
 
 if __name__ == "__main__":

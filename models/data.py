@@ -153,6 +153,8 @@ def open_encoder(config: Config) -> Encoder:
     """Return the tokenizer of a config; without one, tokens are the bytes of UTF-8, and 256 is the end."""
     path = config.data.tokenizer
     if path is None:
+        if (size := config.model.vocab_size) < 257:
+            raise ConfigError(f"model.vocab_size = {size}: must be 257 or more without data.tokenizer")
         to_bytes = lambda text: np.append(np.frombuffer(text.encode(), np.uint8).astype(np.int32), np.int32(256))
         return Encoder(lambda texts: np.concatenate([_NO_TOKENS, *map(to_bytes, texts)]), 256, "")
     try:

@@ -239,8 +239,9 @@ def training_loss(
 def cross_entropy(model: Transformer, x_BxSxD: jax.Array, targets_BxS: jax.Array, chunk: int) -> jax.Array:
     """Return the mean cross-entropy over all tokens, float32.
 
-    Only the logits of `chunk` positions of each sequence are in memory at a time, in the backward pass too; `chunk`
-    divides the sequence length. Chunks are cut along the sequence, so that the sharding of the batch stays.
+    `targets_BxS`: int32, less than the vocabulary. Only the logits of `chunk` positions of each sequence are in memory
+    at a time, in the backward pass too; `chunk` divides the sequence length. Chunks are cut along the sequence, so that
+    the sharding of the batch stays.
     """
     B, S, D = x_BxSxD.shape
     P, C = batch_parts(), chunk
@@ -258,7 +259,7 @@ def cross_entropy(model: Transformer, x_BxSxD: jax.Array, targets_BxS: jax.Array
         x_PxBxCxD = rms_norm(x_PxBxCxD, scale_PxD[:, None, None], model.config.norm_eps)
         logits_PxBxCxV = jnp.einsum("PBCD,PVD->PBCV", x_PxBxCxD, table_PxVxD.astype(x_PxBxCxD.dtype))
         logits_PxBxCxV = constrain(logits_PxBxCxV, "logits").astype(jnp.float32)
-        # A gather's gradient is a scatter, for which XLA would write those of the logits in float32.
+        # A gather's gradient is a scatter: XLA would write the logits' gradients in float32.
         is_target_PxBxCxV = jax.nn.one_hot(targets_PxBxC, logits_PxBxCxV.shape[-1], dtype=bool)
         target_PxBxC = jnp.sum(logits_PxBxCxV, axis=-1, where=is_target_PxBxCxV)
         return total_P + jnp.sum(jax.nn.logsumexp(logits_PxBxCxV, axis=-1) - target_PxBxC, axis=(1, 2)), None

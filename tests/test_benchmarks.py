@@ -122,9 +122,9 @@ def test_plans_run_beside_other_policies(run, tmp_path, monkeypatch):
 def test_ours_and_pytorch_are_put_together(monkeypatch, tmp_path, capsys):
     """PyTorch's process is a stand-in that prints what `benchmarks.torch_layers` prints."""
     facts = {"times_ms": [40.0, 60.0], "weight_bytes": 2**30, "peak_bytes": 5 * 2**30, "kernels_ms": {"matmuls": 8.0}}
-    said = {"device": "cpu", "versions": {"torch": "2.11"}, "modes": {"nothing recomputed": facts}}
+    said = {"device": "cpu", "versions": {"torch": "2.11"}, "modes": {"no checkpoint": facts}}
     ours = [mode for mode in pytorch.OURS if mode != "everything saved"]
-    arguments = [*shlex.split(LAYERS), "--microbatches", "2", "--modes", *ours, "nothing recomputed", "--out"]
+    arguments = [*shlex.split(LAYERS), "--microbatches", "2", "--modes", *ours, "no checkpoint", "--out"]
     options = lambda path: monkeypatch.setattr(sys, "argv", ["pytorch", *arguments, str(path)]) or pytorch.parse()
 
     def child(peer, options, is_last):
@@ -137,20 +137,29 @@ def test_ours_and_pytorch_are_put_together(monkeypatch, tmp_path, capsys):
     pytorch.main(options(tmp_path / "both.json"))
     result = json.loads((tmp_path / "both.json").read_text())
     assert result["peers"]["ours"].keys() == set(ours) and result["shape"]["dtype"] == "bfloat16 on bfloat16"
-    of = result["peers"]["torch"]["nothing recomputed"]
+    of = result["peers"]["torch"]["no checkpoint"]
     assert (of["ms"], of["step_ms"], of["beyond_gib"]) == (25.0, 50.0, 3.0)
     ms = result["peers"]["ours"]["interleaved, all moved"]["ms"]
-    assert result["ratios"] == {"all moved / PyTorch, nothing recomputed": pytest.approx(ms / 25.0, abs=1e-3)}
+    assert result["ratios"] == {"all moved / PyTorch, no checkpoint": pytest.approx(ms / 25.0, abs=1e-3)}
     printed = capsys.readouterr().out
-    assert "| PyTorch, nothing recomputed | 25 ms | 5.0 GiB | 3.0 GiB | not known |" in printed
-    assert "| PyTorch, nothing recomputed | 4.0 |" in printed  # a microbatch
+    assert "| PyTorch, no checkpoint | 25 ms | 5.0 GiB | 3.0 GiB | not known |" in printed
+    assert "| PyTorch, no checkpoint | 4.0 |" in printed  # a microbatch
 
 
 @pytest.mark.gpu
 @pytest.mark.slow
 def test_pytorch_runs_the_same_layers_in_each_mode():
     pytest.importorskip("torch")
-    sizes = {"layers": 2, "d_model": 256, "head_dim": 64, "kv_heads": 2, "seq": 256, "batch": 2, "microbatches": 2}
+    sizes = {
+        "layers": 2,
+        "d_model": 256,
+        "heads": 0,
+        "head_dim": 64,
+        "kv_heads": 2,
+        "seq": 256,
+        "batch": 2,
+        "microbatches": 2,
+    }
     given = {"modes": pytorch.TORCH, "steps": 1, "sizes": sizes | {"param_dtype": "bfloat16"}}
     command = [sys.executable, "-m", "benchmarks.torch_layers", json.dumps(given)]
     out, err = common.start(command, stdout=PIPE, stderr=PIPE, text=True, cwd=ROOT).communicate(timeout=PATIENCE)
@@ -159,8 +168,9 @@ def test_pytorch_runs_the_same_layers_in_each_mode():
     assert modes.keys() == set(pytorch.TORCH)
     assert all(of["kernels_ms"].keys() >= {"matmuls", "attention", "norms", "idle"} for of in modes.values())
     peak = {mode: of["peak_bytes"] for mode, of in modes.items()}
-    assert peak["everything recomputed"] < peak["selective checkpointing"] < peak["nothing recomputed"]
-    assert peak["moved by hooks"] < peak["nothing recomputed"]
+    some, most = (peak[mode] - peak["everything recomputed"] for mode in ("selective checkpointing", "no checkpoint"))
+    assert 0.25 * most < some < most  # attention's results alone would be an eighth
+    assert peak["moved by hooks"] < peak["no checkpoint"]
 
 
 # -------------------------------------------------------------------------------------------------- compiled and timed

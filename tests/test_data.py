@@ -162,6 +162,8 @@ def test_without_a_tokenizer_tokens_are_bytes(config):
     tokens = encoder.encode(TEXTS)
     assert encoder.end == 256 and tokens.dtype == np.int32 and texts_in(tokens) == TEXTS
     assert len(encoder.encode([])) == 0
+    with pytest.raises(ConfigError, match=r"^model.vocab_size = 256: must be 257 or more without data.tokenizer"):
+        data.open_encoder(changed(config, "model", vocab_size=256))
 
 
 def test_tokenizers_that_cannot_be_used_are_refused(config, tmp_path):

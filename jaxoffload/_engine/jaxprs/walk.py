@@ -15,7 +15,7 @@ from ..._jax import CALLS, CUSTOM_RULES, FORWARD, KERNELS, SHARD_MAP, partial_ev
 def nested(eqn: JaxprEqn) -> list[Jaxpr]:
     """Return all jaxprs among an equation's parameters, those that autodiff replaces or ignores included.
 
-    Not that of a kernel, which is long and holds nothing of ours.
+    Kernels are not entered: their jaxprs are long and hold nothing of ours.
     """
     if eqn.primitive.name in KERNELS:
         return []

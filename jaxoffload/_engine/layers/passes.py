@@ -165,7 +165,8 @@ def _advance(loops: list[LayerLoop], layers: int) -> None:
 
 
 class _Carry(NamedTuple):
-    """States of passes, of two without the pairs of a stack on the host that one writes and what the other fetches.
+    """The states of one or two passes. Of two, `pairs` has each stack on the host that one writes beside a residual
+    that the other fetches, and `states` the rest.
 
     XLA deals the copies of a loop out to four streams in the order of its carry. In pairs, those to the host and those
     from it get streams of their own, and none waits for one that goes the other way (docs/upstream.md).

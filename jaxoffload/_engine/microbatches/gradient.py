@@ -37,7 +37,7 @@ from ..layers.rows import summand
 from ..layers.scan_primitive import backward_loops, scan_p
 from ..layers.segments import Segment, SegmentResiduals
 
-_LARGE = 2**20  # bytes
+_LARGE = 2**20  # bytes; less is not worth a barrier
 
 
 class Scan(NamedTuple):
@@ -106,8 +106,11 @@ class Gradient:
 
     @functools.cached_property
     def fills(self) -> list[JaxprEqn]:
-        """The equations that fill large arrays with one number for what the backward pass computes and then rounds: the
-        zeros to which a gather's gradient is added. One that is not rounded XLA adds to its sum without them."""
+        """The equations that fill the large arrays of zeros to which the gradients of gathers are added.
+
+        Of gradients that are then rounded: others XLA adds to their sum without zeros. Inside `shard_map` and on a mesh
+        with explicit axes others stand between, and none is found.
+        """
         later = self.jaxpr.eqns[self.cut :]
         rounded = {v for eqn in later if eqn.primitive is convert_element_type_p for v in variables(eqn.invars)}
         reads = {v for eqn in later if not rounded.isdisjoint(eqn.outvars) for v in variables(eqn.invars)}

@@ -29,6 +29,8 @@ from benchmarks.cases import OVERLAP, Case, ours
 from jaxoffload import Policy
 from jaxoffload.proof import Machine, Prediction, predict
 
+Keep = Callable[[dict[str, Any]], None]
+
 
 class Shape(NamedTuple):
     """The layers of a case with sizes of their own, in so many microbatches."""
@@ -172,13 +174,7 @@ def near(name: str, files: list[str], known: dict[str, Variant]) -> dict[str, Va
     return found
 
 
-def measure(
-    name: str,
-    found: dict[str, Any],
-    machine: Machine,
-    options: argparse.Namespace,
-    keep: Callable[[dict[str, Any]], None],
-) -> None:
+def measure(name: str, found: dict[str, Any], machine: Machine, options: argparse.Namespace, keep: Keep) -> None:
     """Measure step time and memory of the plans and of other policies of a shape; `keep` what is known of them."""
     shape, sizes = SHAPES[name], options_of(SHAPES[name], {})
     variants = policies_of(shape.case)

@@ -25,7 +25,7 @@ from benchmarks.bench import GIB, Variant, markdown
 from benchmarks.cases import SIZES, group_of, model_flops, ours, shape_of
 from benchmarks.dense import CASE
 from jaxoffload.proof._program import hlo
-from jaxoffload.proof._program.kernels import kind_of_kernel
+from jaxoffload.proof._program.kernels import ATTENTION_KERNELS, kind_of_kernel
 from jaxoffload.proof._program.trace import length, merged, traced
 from models import metrics
 
@@ -39,18 +39,15 @@ OURS = {
     "everything recomputed": ours({}),
 }
 TORCH = ("no checkpoint", "selective checkpointing", "everything recomputed", "moved by hooks")
-RATIOS = {
-    "all moved / PyTorch, no checkpoint": ("interleaved, all moved", "no checkpoint", "ms"),
-    "everything saved / PyTorch, no checkpoint": ("everything saved", "no checkpoint", "ms"),
-    "all moved / PyTorch, selective checkpointing": ("interleaved, all moved", "selective checkpointing", "ms"),
-    "memory: all moved / PyTorch, everything recomputed": (
-        *("interleaved, all moved", "everything recomputed", "beyond_gib"),
-    ),
-}
+RATIOS = (
+    ("interleaved, all moved", "no checkpoint", "ms"),
+    ("everything saved", "no checkpoint", "ms"),
+    ("interleaved, all moved", "selective checkpointing", "ms"),
+    ("interleaved, all moved", "everything recomputed", "beyond_gib"),
+)
 
 # Kind -> the operations of a fusion, any of which decides; otherwise it is "other".
 KINDS = {
-    "copies": {"dynamic-slice-start", "dynamic-update-slice-start", "copy-start"},
     "RoPE": {"concatenate"},
     "norms": {"rsqrt", "reduce"},
     "activation": {"logistic", "exponential", "tanh"},
@@ -58,6 +55,7 @@ KINDS = {
     "copies into stacks": {"dynamic-update-slice"},
     "other": {"add", "multiply", "subtract"},
     "casts": {"convert"},
+    "copies": {"copy", "transpose"},
     "zeros": {"broadcast"},
 }
 
@@ -68,7 +66,7 @@ def kind_of(op: str, module: hlo.Module) -> str:
     if line is None:
         return "other"
     if known := kind_of_kernel(line):
-        return {"attention kernels": "attention"}.get(known, known)
+        return "attention" if known == ATTENTION_KERNELS else known
     inside = {line.opcode, *(each.opcode for each in module.called(line))}
     inside |= {"sum"} if {"dynamic-slice", "add", "dynamic-update-slice"} <= inside else set()
     return next((kind for kind, opcodes in KINDS.items() if opcodes & inside), "other")
@@ -106,7 +104,6 @@ def run_ours(options: argparse.Namespace) -> dict[str, Any]:
     for (mode, _), step in group.steps.items():
         facts = modes[mode] = step.facts
         if "step_ms" in facts:
-            facts["times_ms"] = [*facts["spread_ms"], facts["step_ms"]]  # all of them, of three steps
             # Without the batch that a step returns for the next one.
             facts |= {"weight_bytes": weights, "peak_bytes": state + facts["temp_gib"] * GIB}
             if mode in options.profile and jax.default_backend() == "gpu":
@@ -135,13 +132,14 @@ def together(rounds: list[dict[str, Any]], options: argparse.Namespace, device: 
     found = {}
     for mode in rounds[0]["modes"]:
         every = [of["modes"][mode] for of in rounds]
-        each = [of for of in every if "times_ms" in of]
+        each = [of for of in every if "step_ms" in of]
         if not each:
             found[mode] = every[0]
             continue
-        times = [ms for of in each for ms in of["times_ms"]]
-        step_ms, flops = statistics.median(times), options.microbatches * model_flops(CASE, options)
-        facts = {"ms": step_ms / options.microbatches, "step_ms": step_ms, "spread_ms": [min(times), max(times)]}
+        step_ms = statistics.median(of["step_ms"] for of in each)
+        spread = [ms for of in each for ms in of["spread_ms"]]
+        flops = options.microbatches * model_flops(CASE, options)
+        facts = {"ms": step_ms / options.microbatches, "step_ms": step_ms, "spread_ms": [min(spread), max(spread)]}
         facts["mfu"] = metrics.mfu(1e3 * flops / step_ms, device)
         if "peak_bytes" in each[0]:
             peak, weights = (max(of[name] for of in each) / GIB for name in ("peak_bytes", "weight_bytes"))
@@ -152,9 +150,9 @@ def together(rounds: list[dict[str, Any]], options: argparse.Namespace, device: 
 
 
 def ratios(found: dict[str, dict[str, Any]]) -> dict[str, float]:
-    """Return `RATIOS` of what ran."""
+    """Return `RATIOS` of what ran: ours / PyTorch's."""
     of = lambda peer, mode, what: found.get(peer, {}).get(mode, {}).get(what)
-    both = {name: (of("ours", a, what), of("torch", b, what)) for name, (a, b, what) in RATIOS.items()}
+    both = {f"{a} / {b} by {what}": (of("ours", a, what), of("torch", b, what)) for a, b, what in RATIOS}
     return {name: round(a / b, 4) for name, (a, b) in both.items() if a and b}
 
 

@@ -8,6 +8,7 @@ import functools
 import gc
 import json
 import re
+import statistics
 import sys
 import time
 from collections.abc import Callable, Iterator
@@ -145,7 +146,7 @@ def step_of(mode: str, layers: nn.ModuleList, batch: torch.Tensor, rotation: Rot
 
 
 def measured(mode: str, sizes: dict[str, Any], steps: int) -> dict[str, Any]:
-    """Return the milliseconds of each step, bytes as PyTorch's allocator counts them, and milliseconds by kind."""
+    """Return the milliseconds of a step, bytes as PyTorch's allocator counts them, and milliseconds by kind."""
     torch.manual_seed(0)
     with torch.device(DEVICE):
         layers = nn.ModuleList(Block(sizes) for _ in range(sizes["layers"])).to(getattr(torch, sizes["param_dtype"]))
@@ -165,19 +166,20 @@ def measured(mode: str, sizes: dict[str, Any], steps: int) -> dict[str, Any]:
         finish()
         times.append(1e3 * (time.perf_counter() - begin))
     weights = sum(w.numel() * w.element_size() for w in layers.parameters())
-    found = {"times_ms": times, "weight_bytes": weights}
+    found = {"step_ms": statistics.median(times), "spread_ms": [min(times), max(times)], "weight_bytes": weights}
     if DEVICE == "cuda":
         found |= {"peak_bytes": torch.cuda.max_memory_allocated(), "kernels_ms": kernels(step)}
     return found
 
 
 def kernels(step: Callable[[], None]) -> dict[str, float]:
-    """Return the milliseconds of a step's kernels by kind, and those in which none ran."""
+    """Return the milliseconds of a step's kernels by kind, and those in which none ran, host copies or not."""
     with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CUDA]) as profile:
         step()
         torch.cuda.synchronize()
     on_gpu = [e for e in profile.events() if e.device_type == torch.autograd.DeviceType.CUDA]
-    spans = sorted((e.time_range.start, e.time_range.end, e.name) for e in on_gpu)
+    on_device = [e for e in on_gpu if not re.match("Memcpy (HtoD|DtoH)", e.name)]
+    spans = sorted((e.time_range.start, e.time_range.end, e.name) for e in on_device)
     of: dict[str, float] = {}
     busy, until = 0.0, spans[0][0]
     for start, end, name in spans:

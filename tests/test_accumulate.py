@@ -212,7 +212,8 @@ def test_weights_in_host_memory(each):
         value, grads = jax.jit(how(here))(jax.device_put(params, host), X)
         wanted = jax.jit(how(functools.partial(loss, kept, kept)))(params, X)
         assert {grad.sharding.memory_kind for grad in grads.values()} == {"pinned_host"}
-        assert_close((value, grads), wanted, roundings=20)
+        for a, b in zip(jax.tree.leaves((value, grads)), jax.tree.leaves(wanted), strict=True):
+            np.testing.assert_allclose(a, b, rtol=1e-5, atol=1e-5)
 
 
 def test_parameters_on_no_mesh_under_microbatches_on_one_with_explicit_axes():
@@ -223,7 +224,8 @@ def test_parameters_on_no_mesh_under_microbatches_on_one_with_explicit_axes():
     want = run(one_by_one(functools.partial(loss_of, plain)), PARAMS["bias"], x)
     for spec in ((None, "data"), (None, None, "data")):
         xs = jax.device_put(x, NamedSharding(mesh, PartitionSpec(*spec)))
-        assert_close(run(accumulate(functools.partial(loss_of, ours)), PARAMS["bias"], xs), want, roundings=20)
+        for a, b in zip(run(accumulate(functools.partial(loss_of, ours)), PARAMS["bias"], xs), want, strict=True):
+            np.testing.assert_allclose(a, b, rtol=1e-5, atol=1e-6)
 
 
 def test_microbatches_without_tokens():
@@ -240,8 +242,9 @@ def test_microbatches_without_tokens():
     with jax.debug_nans(True):
         for rows, keep in ((2, some), (0, none[:, :0])):
             args = of_layers(PARAMS), X[:, :rows], keep
-            wanted = jax.jit(one_by_one(functools.partial(loss_of, plain)))(*args)
-            assert_close(jax.jit(f)(*args), wanted, roundings=20)
+            both = jax.jit(f)(*args), jax.jit(one_by_one(functools.partial(loss_of, plain)))(*args)
+            for a, b in zip(*map(jax.tree.leaves, both), strict=True):
+                np.testing.assert_allclose(a, b, rtol=1e-5, atol=1e-6)
 
 
 def drawing(key_of):

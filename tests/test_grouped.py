@@ -27,10 +27,13 @@ from common import (
     run_each,
 )
 from jax import lax
+from jax.experimental.pallas import pallas_call
 
 from jaxoffload import chain, checkpoint, residuals, scan, scope, tag
+from jaxoffload._engine.jaxprs.walk import walk
+from jaxoffload._tracing import Trial
 from jaxoffload.grouped import GroupedTensor, _backend, chosen_backend, grouped_matmul, te
-from jaxoffload.grouped._interface import column_wise, row_wise
+from jaxoffload.grouped._interface import column_wise, row_wise, unbatched
 from jaxoffload.grouped._ragged_fp8 import E4M3, RAGGED_FP8, from_columns, group_of
 
 FLOAT, FP8 = jnp.float32, "float8_e4m3fn"
@@ -321,6 +324,23 @@ def test_the_extras_ask_for_the_transformer_engine_that_is_needed():
     for name in ("te", "te-cuda13"):
         (wanted,) = (line for line in extras["optional-dependencies"][name] if line.startswith("transformer-engine"))
         assert wanted.endswith(">=" + ".".join(map(str, te.NEEDED)))
+
+
+def test_a_kernel_is_traced_once_for_all_policies_and_no_walk_enters_it():
+    traced = []
+
+    def kernel(x):
+        traced.append(x)
+        add_one = lambda ref, out: out.__setitem__(..., ref[...] + 1)
+        return pallas_call(add_one, jax.ShapeDtypeStruct(x.shape, x.dtype), interpret=True)(x)
+
+    shared = unbatched("a backend", kernel)
+    f = lambda x, w: scan(lambda x, w: (tag(shared(x), "y") * w, None), x, w, policy=policy(), strict=False)[0]
+    for decision in ("save", "recompute"):
+        trace = Trial(policy({"y": decision})).traced(jax.make_jaxpr(f))
+        primitives = [site.eqn.primitive.name for site in walk(trace(jnp.ones((8, 128)), jnp.ones(3)))]
+    assert len(traced) == 1
+    assert "pallas_call" in primitives and not {"get", "swap"} & set(primitives)
 
 
 @pytest.mark.parametrize("backend", ["ragged", "mosaic", "te stand-in"], indirect=True)

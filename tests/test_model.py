@@ -117,6 +117,9 @@ def test_logits_exist_for_one_chunk_only():
     assert (1, 4, 4, TINY.vocab_size) in shapes  # shards of the batch, batch, chunk, vocabulary
     sizes = [math.prod(shape) for shape in shapes if TINY.d_model not in shape]
     assert max(sizes) == 4 * 4 * TINY.vocab_size
+    # A scatter into the logits' gradients would be one into an array of its own.
+    scattered = [eqn.outvars[0].aval.shape for eqn in equations(jaxpr) if "scatter" in eqn.primitive.name]
+    assert scattered == [(TINY.vocab_size, TINY.d_model)]
 
 
 def tiny_config(model: Model = TINY, residuals=None, **train) -> Config:

@@ -175,7 +175,7 @@ def said_by(function, **environment):
     """Return what a process with this environment prints, and what XLA logs, when it calls a function of this file."""
     command = [sys.executable, "-c", CHILD, function.__name__, os.path.dirname(__file__), str(ROOT)]
     environment = os.environ | {"JAX_PLATFORMS": "cpu"} | environment
-    child = common.start(command, env=environment, stdout=PIPE, stderr=PIPE, text=True)
+    child = common.start(command, env=environment, stderr=PIPE)
     out, err = child.communicate(timeout=PATIENCE)
     assert out, err
     return out.splitlines()[-1], err

@@ -67,6 +67,18 @@ def test_what_is_fused_is_read_once_and_written_once():
     assert ms(both, square) == moved(3 * 10_000, 2 * 10_000, 3 * 10_000)
 
 
+def test_what_goes_to_the_host_is_read_and_what_comes_back_is_written():
+    to_host = lambda x: jax.device_put(x, jax.memory.Space.Host)
+    assert ms(to_host, (1000,)) == moved(1000)
+    assert ms(lambda x: jax.device_put(to_host(x), jax.memory.Space.Device), (1000,)) == moved(2000)
+
+    def in_a_stack(x):
+        stack = lax.dynamic_update_index_in_dim(to_host(jnp.zeros((7, 1000), x.dtype)), to_host(x), 3, 0)
+        return jax.device_put(lax.dynamic_index_in_dim(stack, 2, keepdims=False), jax.memory.Space.Device)
+
+    assert ms(in_a_stack, (1000,)) == moved(2000)
+
+
 def test_kernels_and_loops_take_operands_as_they_are():
     taken = lambda f, *shapes: cost(jax.make_jaxpr(f)(*map(jnp.ones, shapes)), MACHINE).taken
     n, square = (100,), (100, 100)

@@ -307,6 +307,18 @@ def test_what_is_chosen_fits_by_xlas_plan(seed):
     assert choice is None or len(sizes) <= 4
 
 
+@pytest.mark.parametrize("seed", [5, 9, 11, 58, 118])  # in which another one moves something, too
+def test_what_xla_plans_for_some_layers_says_little_of_others(seed):
+    """XLA plans far more for those that move in as many layers as the fastest does."""
+    curve, _, _, dice = drawn_curve(seed)
+    limit = dice.randint(curve[0].device, curve[-1].device)
+    of = fastest(curve, limit).layers
+    xla = lambda choice: choice.device + 10_000 * (bool(choice.host) and choice.layers == of)
+    choice = chosen(curve, limit, 10**9, functools.cache(guessed), xla, {})
+    best = fastest([c for c in curve if xla(c) <= limit], limit)
+    assert (choice is None) == (best is None) and (choice is None or choice.ns <= 1.01 * best.ns)
+
+
 # ---- small steps ----
 
 

@@ -78,8 +78,8 @@ def test_plans_take_the_time_and_the_memory_that_is_predicted():
 def test_policies_take_the_time_and_the_memory_that_is_predicted(every):
     """By kind of policy: the bounds of time and memory, and of all, how many take within 8 % of the time."""
     both = compared("plans", "h200", every=every), compared("plans-h100", "h100", every=every)
-    bounds = {"plan": (1.0, 0.03, 0.07, 0.86, 1.14), "hand": (0.94, 0.04, 0.17, 0.83, 1.15)}
-    bounds["drawn"] = 0.9, 0.04, 0.22, 0.73, 1.15
+    bounds = {"plan": (1.0, 0.02, 0.07, 0.86, 1.14), "hand": (0.95, 0.02, 0.16, 0.83, 1.15)}
+    bounds["drawn"] = 0.9, 0.03, 0.24, 0.73, 1.15
     for kind, (close, half, longest, least, most) in bounds.items():
         times, memory = ([*first, *second] for first, second in zip(*(of[kind] for of in both), strict=True))
         of_time = errors(times)
@@ -173,7 +173,7 @@ def test_steps_on_two_gpus_take_the_time_and_the_memory_that_is_predicted(every,
         variant = stages.variants_of(case)[mode][name]
         step, args, _ = stages.step_of(case, options, mode, variant, Schedule(2, virtual, count))
         ms, gib = predicted(step, args, Policy(variant.residuals), machine)
-        assert (0.9 if name == "all moved" else 0.96) < ms / count / facts["ms"] < 1.04, (name, ms)
+        assert (0.87 if name == "all moved" else 0.97) < ms / count / facts["ms"] < 1.02, (name, ms)
         assert 0.97 < gib / facts["all_gib"] < 1.03, (name, gib)
 
 

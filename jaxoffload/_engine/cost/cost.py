@@ -2,8 +2,8 @@
 
 A matmul, or another kernel of its own, takes as long as its FLOPs or as moving its operands and results between it and
 the device's memory, whichever is longer. All else is fused: what lies between the kernels is read once and written
-once. What XLA does better (a matmul's epilogue) or worse (a reduction that reads twice) is not seen. Collectives that
-the compiler adds are not in a jaxpr.
+once. What goes to the host is read, and what comes back is written. What XLA does better (a matmul's epilogue) or worse
+(a reduction that reads twice) is not seen. Collectives that the compiler adds are not in a jaxpr.
 """
 
 import dataclasses
@@ -28,6 +28,7 @@ from ..._jax import (
     is_attention,
     is_causal,
     nbytes,
+    on_host,
 )
 from ..jaxprs.walk import devices_of, nested
 
@@ -116,7 +117,8 @@ class _Walk:
         self.unknown = Counter[str]()
 
     def array(self, aval: Any, written: bool) -> _Array:
-        return _Array(nbytes(aval) / self.devices if hasattr(aval, "dtype") else 0, written)
+        in_device_memory = hasattr(aval, "dtype") and not on_host(aval)
+        return _Array(nbytes(aval) / self.devices if in_device_memory else 0, written)
 
     def write(self, arrays: Sequence[_Array]) -> None:
         for array in arrays:

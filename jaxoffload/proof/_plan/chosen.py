@@ -1,6 +1,5 @@
 """Choose from a curve: the fastest by `predict` of those that fit, by XLA's memory where XLA can be asked."""
 
-import bisect
 import warnings
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any
@@ -15,8 +14,9 @@ from .._program.memory import memory_plan
 from .._program.results import run_of
 from .choices import Choice
 
-_NEAR = 2  # choices on either side of the largest that fits are looked at
+_NEAR = 2  # choices on either side of the limit are looked at
 _MOST_SIZED = 8
+_PECULIAR = 0.05  # of the limit: XLA unrolls the loop of two layers, say, and then runs both at once
 _MOVES = 0.01  # of a step: for less nothing is moved where moving nothing fits
 
 
@@ -30,17 +30,24 @@ def chosen(
 ) -> Choice | None:
     """Return the fastest choice found that fits in `limit` bytes per device, or None.
 
-    The more bytes a choice takes, the less time: so the largest that is predicted to fit is searched by bisection, of
-    those that move something and of those that move nothing. What one takes more or less than predicted corrects the
-    others of its kind, until the choice is one whose size is known.
+    The more bytes a choice takes, the less time: so those are predicted that are near the limit, of those that move
+    something and of those that move nothing. What one takes more or less corrects the others of its kind, above all
+    those that move in as many layers, until the choice is one whose size is known.
 
     `sizes`: those that are known, to which those of the choices that are looked at are added.
     """
     kinds = [[choice for choice in curve if bool(choice.host) is moves] for moves in (True, False)]
-    more = {bool(choice.host): sizes[choice] - predicted(choice).memory.total for choice in sizes}
+
+    def corrected(choice: Choice, bytes_of: Callable[[Choice], int]) -> int:
+        if choice in sizes:
+            return sizes[choice]
+        alike = [other for other in sizes if bool(other.host) is bool(choice.host)]
+        more = {other.layers: sizes[other] - bytes_of(other) for other in alike}
+        of_any = min((found for found in more.values() if found < _PECULIAR * limit), default=0)
+        return bytes_of(choice) + more.get(choice.layers, of_any)
 
     def size(choice: Choice) -> int:
-        return sizes.get(choice, predicted(choice).memory.total + more.get(bool(choice.host), 0))
+        return corrected(choice, lambda choice: predicted(choice).memory.total)
 
     def fits(choice: Choice) -> bool:
         return size(choice) <= limit and predicted(choice).host <= host_limit
@@ -49,14 +56,14 @@ def chosen(
         """Return the fastest that seems to fit, or else the smallest."""
         near = []
         for kind in kinds:
-            first = bisect.bisect(kind, False, key=lambda choice: size(choice) > limit)
-            near += kind[max(0, first - _NEAR) : first + _NEAR]
+            inside = {choice: corrected(choice, lambda choice: choice.device) <= limit for choice in kind}
+            near += [choice for choice in kind if inside[choice]][-_NEAR:]
+            near += [choice for choice in kind if not inside[choice]][:_NEAR]
         return _fastest(filter(fits, near), predicted) or min(near, key=size)
 
     most = len(sizes) + _MOST_SIZED
     while (choice := best()) not in sizes and len(sizes) < most:
         sizes[choice] = size_of(choice)
-        more[bool(choice.host)] = sizes[choice] - predicted(choice).memory.total
     return _fastest(filter(fits, sizes), predicted)
 
 

@@ -102,7 +102,7 @@ def priced(
         resident=fixed.resident_layers,
         stacks=tuple(scan.stack for scan in scans),
         bus=machine.bus(devices),
-        copying=4 / machine.hbm_gb_s / 1e9,  # it is read and written, each way
+        copying=2 / machine.hbm_gb_s / 1e9,  # it is read, and written when it comes back
         moved=names.moved,
     )
     return step, names, costs

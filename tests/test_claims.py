@@ -138,7 +138,7 @@ STATED = [
     stated("choices choices-te", longer, pytest.mark.claim("choices")),
     stated("plans", slower_than_the_fastest, pytest.mark.claim("plan-blind")),
     stated("plans-h100", slower_than_the_fastest, pytest.mark.claim("plan-blind-h100")),
-    stated("plans-on-machine", lambda measured: slower_than_the_fastest(measured, 1.005), ()),
+    stated("plans-on-machine", lambda measured: slower_than_the_fastest(measured, 1), ()),
     stated("optimizer", of_the_optimizer, pytest.mark.claim("host-state-costs")),
     stated("scheduling", steps_of_four, pytest.mark.claim("scheduled-faster")),
     stated("scheduling-times", steps_of_four, pytest.mark.claim("scheduled-faster")),
@@ -152,14 +152,14 @@ BOUNDS = {
         "use of this GPU, less 5 %",
         "recomputing everything, if that fits: both within 1 %",
         "nothing is moved for less than 1 % of a step",
-        "all within 7 %, half within 3 % | 14 % less to 14 % more",
-        "within 8 %, half within 4 %, all within 17 % | 17 % less to 15 % more",
-        "within 8 %, half within 4 %, all within 22 % | 27 % less to 15 % more",
-        "Step times are within 3 % of the prediction",
+        "all within 7 %, half within 2 % | 14 % less to 14 % more",
+        "within 8 %, half within 2 %, all within 16 % | 17 % less to 15 % more",
+        "within 8 %, half within 3 %, all within 24 % | 27 % less to 15 % more",
+        "Step times are within 3 % of the prediction, those of 70B within 6 %",
         "One takes 0.1 % more than its budget",
         "at most 1 % slower than the fastest",
-        "step times are within 4 %; where everything is moved",
-        "up to 11 % longer than predicted",
+        "step times are within 3 %; where everything is moved",
+        "up to 15 % longer than predicted",
         "The guess of memory is within 3 % there",
         "take up to 12 % less than predicted, and the guess of memory is up to 30 % too high",
     ],
@@ -234,13 +234,14 @@ def test_a_page_states_no_other_figures(page):
 @pytest.mark.claim("plan-on-machine")
 def test_plans_made_on_the_machine():
     plans = []
-    for shape in result("plans-on-machine")["shapes"].values():
-        plans += [(budget, shape["policies"][f"plan {which}"]) for which, budget in shape["budgets"].items()]
-    assert len(plans) == 9 and all(14 <= plan["seconds"] <= 35 for _, plan in plans)
-    ran = [(budget, plan) for budget, plan in plans if budget["runs"]]
-    assert len(ran) == 8 and sum(budget["plan / best"] > 1 for budget, _ in ran) == 1
-    assert all(abs(plan["predicted_ms"] / plan["step_ms"] - 1) < 0.03 for _, plan in ran)
-    used = sorted(plan["device_gib"] / budget["budget_gib"] for budget, plan in ran)
+    for name, shape in result("plans-on-machine")["shapes"].items():
+        plans += [(name, budget, shape["policies"][f"plan {which}"]) for which, budget in shape["budgets"].items()]
+    assert len(plans) == 15 and all(12 <= plan["seconds"] <= 49 for *_, plan in plans)
+    ran = [(name, budget, plan) for name, budget, plan in plans if budget["runs"]]
+    assert len(ran) == 14 and sum(budget["plan / best"] > 1 for _, budget, _ in ran) == 3
+    errors = [(name, abs(plan["predicted_ms"] / plan["step_ms"] - 1)) for name, _, plan in ran]
+    assert all(error < (0.06 if name == "70b" else 0.03) for name, error in errors)
+    used = sorted(plan["device_gib"] / budget["budget_gib"] for _, budget, plan in ran)
     assert used[-2] <= 1 < used[-1] < 1.0014
 
 

@@ -473,7 +473,10 @@ data.valid_fraction=0.5
 
 
 @pytest.mark.gpu
-def test_llama_scaled_down_trains_with_offload_and_flash_attention_has_the_losses_of_xla(config, tmp_path, capsys):
+def test_llama_scaled_down_trains_with_offload_and_flash_attention_has_the_losses_of_xla(
+    config, tmp_path, capsys, monkeypatch
+):
+    monkeypatch.setenv("XLA_PJRT_GPU_HOST_MEMORY_LIMIT_GB", "64")  # or else the program sets it
     here = [*SCALED.split(), f"data.path={load(config).data.path}", f"mesh.fsdp={jax.device_count()}"]
     with_te = ["te"] if te.importable() else []
     for attention in ("cudnn", *with_te, "xla"):

@@ -35,7 +35,7 @@ MODES = {
     "host": "state on the host, moments in bfloat16",
     "host_float32": "state on the host, moments in float32",
     "device": "state on the device, moments in bfloat16",
-    "whole": "state on the host, moved by JAX in whole arrays",
+    "whole": "state on the host, moved by JAX in whole arrays, as MaxText does",
     "update": "the update alone, state on the host, moments in bfloat16",
 }
 VARIANT = ours(dict.fromkeys(CASE.moved, "offload"))

@@ -3,6 +3,7 @@
 import dataclasses
 import json
 import re
+from collections import Counter
 
 import jax
 import jax.numpy as jnp
@@ -18,7 +19,7 @@ from jaxoffload._engine.cost.cost import attention_flops, cost
 from jaxoffload.proof import AttentionRate, Bus, Gemms, Link, Machine
 from jaxoffload.proof._command import main
 from jaxoffload.proof._predict import machine as _machine
-from jaxoffload.proof._predict import measure
+from jaxoffload.proof._predict import measure, numa
 
 pytestmark = pytest.mark.claim("by-shape")
 
@@ -284,7 +285,56 @@ def test_the_compiler_leaves_each_collective_that_is_measured(what):
 def test_the_command_line_measures(monkeypatch, capsys):
     assert main(["machine"]) == 2 and "machine: needs an NVIDIA GPU" in capsys.readouterr().err
     monkeypatch.setattr(proof, "machine", lambda: MACHINE)
-    assert main(["machine"]) == 0 and Machine.from_json(capsys.readouterr().out) == MACHINE
+    monkeypatch.setattr(numa, "places", lambda devices: places_of((None, {})))
+    assert main(["machine"]) == 0
+    said = capsys.readouterr()
+    assert Machine.from_json(said.out) == MACHINE and "NUMA node" in said.err
+
+
+def places_of(*nodes):
+    """GPUs at these nodes, with memory on those."""
+    return [numa.Place(gpu, node, Counter(pinned)) for gpu, (node, pinned) in enumerate(nodes)]
+
+
+@pytest.fixture
+def nodes(tmp_path, monkeypatch):
+    """A machine with two NUMA nodes, a GPU at the second one, and a GPU of which no node is known."""
+    for name in ("node0", "node1", "possible"):
+        (tmp_path / name).mkdir()
+    for bus_id, node in (("0000:1b:00.0", "1\n"), ("0000:2c:00.0", "-1\n")):
+        (tmp_path / bus_id).mkdir()
+        (tmp_path / bus_id / "numa_node").write_text(node)
+    monkeypatch.setattr(numa, "_NODES", tmp_path)
+    monkeypatch.setattr(numa, "_PCI", tmp_path)
+    return tmp_path
+
+
+@pytest.mark.claim("numa")
+def test_a_gpu_whose_memory_is_on_another_node_is_named_with_what_to_do(nodes):
+    assert [numa.node_of(bus_id) for bus_id in ("0000:1b:00.0", "0000:2c:00.0", "0000:3d:00.0", "")] == [1, *[None] * 3]
+    right = numa.summary(places_of((0, {0: 256}), (1, {1: 256})))
+    assert (
+        right.splitlines()[1] == "GPU 1: node 1; memory that is pinned for it: on node 1"
+        and len(right.split("\n")) == 2
+    )
+    wrong = numa.summary(places_of((0, {0: 256}), (1, {0: 200, 1: 56}), (1, {0: 256})))
+    assert "GPU 1: node 1; memory that is pinned for it: on node 0 and node 1" in wrong
+    assert "Copies of GPU 1, 2 cross to another node" in wrong and "numactl --cpunodebind=NODE" in wrong
+    silent = numa.summary(places_of((None, {}), (1, {1: 256})))
+    assert "GPU 0: sysfs names no node; memory that is pinned for it: on a node that the kernel does not tell" in silent
+    assert "XLA cannot pin memory near a GPU of which sysfs names no node. Start one process for each GPU" in silent
+    (nodes / "node1").rmdir()
+    assert numa.summary(places_of((None, {}))) == "This machine has one NUMA node."
+
+
+@pytest.mark.claim("numa")
+def test_pages_are_on_nodes_of_this_machine():
+    array = np.ones(2**20, np.uint8)
+    found = numa.pages(array.ctypes.data, array.nbytes)
+    # A container may not ask; then nothing is known.
+    assert all(node.name[4:].isdigit() for node in numa._NODES.glob("node[0-9]*"))
+    assert found.keys() <= {int(node.name[4:]) for node in numa._NODES.glob("node[0-9]*")} and sum(found.values()) <= 16
+    assert numa.places(jax.local_devices()[:1])[0].node is None  # a CPU is at no PCI bus
 
 
 @pytest.mark.gpu
@@ -294,3 +344,7 @@ def test_a_gpu_is_measured():
     rates = [*found.one, *found.all, found.gemm_tflops, *found.attention_tflops, found.hbm_gb_s]
     assert all(rate > 0 for rate in rates), found
     assert found.gemms and found.attention and found.fused_gb_s and (found.link is None) == (found.gpus == 1)
+    assert [place.gpu for place in numa.places(jax.local_devices())] == [*range(found.gpus)]
+    assert all(
+        re.fullmatch(r"[0-9a-f]{4,8}:[0-9a-f]{2}:[0-9a-f]{2}\.0", numa._bus_id(gpu)) for gpu in jax.local_devices()
+    )

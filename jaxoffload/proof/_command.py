@@ -10,10 +10,13 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+import jax
+
 from .. import proof
 from .._errors import UserError
 from .._text import nearest
 from ._check import FAILS
+from ._predict import numa
 from ._program.results import run_of
 from ._residuals.residuals import residuals
 from ._verify.verify import checks
@@ -158,6 +161,7 @@ def profile(options: argparse.Namespace) -> int:
 
 
 def machine(options: argparse.Namespace) -> int:
-    """Measure the GPUs of this machine, and print what --machine takes."""
+    """Measure the GPUs of this machine, and print what --machine takes, and to stderr where pinned memory lies."""
     print(proof.machine().to_json())
+    print(numa.summary(numa.places(jax.local_devices())), file=sys.stderr)
     return 0

@@ -3,6 +3,7 @@
 A page marks a claim with `<!-- claim: id -->`, its tests carry `@pytest.mark.claim("id")`; `pytest -m claim` runs them.
 """
 
+import argparse
 import ast
 import functools
 import importlib
@@ -12,12 +13,15 @@ import re
 import shlex
 import sys
 
+import jax
 import pytest
 from pages import CODE, COMMENT, PAGES, README, RESULTS, ROOT, TEXT, result, sections_naming, verified
 
 from benchmarks import accumulate, dense, frameworks, moe, optimizer, remeasure, stages, sweep
-from jaxoffload import Schedule
+from benchmarks.cases import SIZES, loss_of, ours, state_of
+from jaxoffload import Schedule, residuals
 from jaxoffload.grouped import te
+from models import metrics
 
 JSON = sorted(path.stem for path in RESULTS.glob("*.json"))
 
@@ -56,6 +60,14 @@ def steps_and_gib(*modes):
 
 def of_eight(measured):
     return measured["microbatches"]["8"]
+
+
+def of_each(*modes):
+    """Of each of eight microbatches."""
+    of = lambda measured: [of_eight(measured)["modes"][mode] for mode in modes]
+    return lambda measured: (
+        [f"{m['ms']:.0f} ms" for m in of(measured)] + [f"{m['temp_gib']:.1f} GiB" for m in of(measured)]
+    )
 
 
 def ms_per_layer(*measured):
@@ -119,6 +131,7 @@ KERNELS = list(itertools.product(("te", "mosaic"), DIVISIONS))
 BEST = steps("ours_best", "remat", "ours_saved_all")
 STATED = [
     stated("accumulate", lambda measured: [percent(of_eight(measured)["ratios"]["exposed/step"])], ()),
+    stated("accumulate", of_each("interleaved", "remat", "saved_all"), ()),
     stated("dense", steps("jax_offload_tuned"), ()),
     stated("dense-70b", BEST, pytest.mark.claim("at-70bs-width")),
     stated("dense dense-32 dense-64", ms_per_layer, pytest.mark.claim("depth")),
@@ -146,6 +159,7 @@ STATED = [
 # Figures that no result file has: what XLA or a test assumes, and bounds of what test_plan_measured.py and others
 # compute from the files. Each stands on its page once, in these words.
 BOUNDS = {
+    "does-it-pay.md": ["TFLOP/s are 55 % of the GPU's peak"],
     "optimizer.md": ["are within 4 % of what was measured"],
     "performance.md": ["differs by less than 2 %"],
     "plan.md": [
@@ -229,6 +243,28 @@ def test_a_page_states_no_other_figures(page):
         known = [param.values[1](*map(result, param.values[0])) for param in STATED if named & {*param.values[0]}]
         said = re.findall(r"(?<![\d.])\d[\d.]* (?:ms|%)", without(section, bounds))
         assert set(said) <= {figure for each in known for figure in each}
+
+
+@pytest.mark.claim("pays")
+def test_what_a_dense_layer_keeps_and_computes_for_each_token():
+    """In widths, bytes of bfloat16 and FLOPs of matmuls; and the buses that were measured."""
+    options = argparse.Namespace(**SIZES | {"layers": 1, "batch": 1, "seq": 128, "attention": "xla"})
+    width = options.d_model
+    loss, args = (
+        loss_of(dense.CASE, options, ours(dict.fromkeys(dense.CASE.moved, "save"))),
+        state_of(dense.CASE, options),
+    )
+    rows = {name: row for row in residuals(loss, *args[0]).rows if row.state == "saved" for name in row.names}
+    bytes_of = lambda *names: sum(rows[name].bytes_per_layer for name in names) / options.seq / width
+    assert (bytes_of(*dense.CASE.moved), bytes_of("layer_input", "mlp/fc1.gate")) == (23, 9)
+    weights = sum(x.size for x in jax.tree.leaves(args[0][0]) if x.ndim > 2)
+    assert weights / width**2 == 13 and "has 13 d² weights" in TEXT and "26 d² FLOPs, the backward pass 52 d²" in TEXT
+    page = (ROOT / "docs/does-it-pay.md").read_text()
+    for machine in ("h100", "h200"):
+        one = json.loads((ROOT / f"machines/{machine}.json").read_text())["one"]
+        assert f'"{machine.upper()}, PCIe 5": (544, {one["d2h"]:.1f}, {one["together"]:.1f})' in page
+    peaks = {name: metrics.mfu(1e12, name) for name in ("NVIDIA H100 80GB HBM3", "NVIDIA H200")}
+    assert all(round(0.55 / mfu) == 544 for mfu in peaks.values())
 
 
 @pytest.mark.claim("plan-on-machine")

@@ -40,6 +40,7 @@ def printed_by(page):
         ("README.md", 1),
         ("docs/tutorial.md", 7),
         ("docs/policy.md", 1),
+        ("docs/does-it-pay.md", 1),
         ("docs/plan.md", 1),
         ("docs/accumulation.md", 3),
         ("docs/stages.md", 2),

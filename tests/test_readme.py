@@ -1,4 +1,4 @@
-"""The README: its example runs as printed, its numbers come from files, its config block is a policy."""
+"""The README: its example runs as printed, its picture is that of the files; the config block is a policy."""
 
 import importlib
 import os
@@ -18,6 +18,7 @@ from pages import PAGES, README, ROOT
 from softmax_kernel import kernels, softmax
 
 import jaxoffload
+from docs import figures
 from jaxoffload import Policy, residuals
 from jaxoffload._policy import size_in_bytes
 from jaxoffload.proof import _command as commands
@@ -29,14 +30,18 @@ from models.step import program
 EXTRAS = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["optional-dependencies"]
 
 
-def block(language):
-    (code,) = re.findall(rf"```{language}\n(.*?)```", README, re.DOTALL)
+POLICY = (ROOT / "docs/policy.md").read_text()
+
+
+def block(language, page=README):
+    (code,) = re.findall(rf"```{language}\n(.*?)```", page, re.DOTALL)
     return code
 
 
 def three_lines():
     """No GPU is measured here, so another machine's file stands in for its."""
-    lines = README.partition("```\n")[2].partition("```")[0].splitlines()
+    _, _, after = README.partition("<!-- claim: three-lines -->")
+    lines = block("", after.partition("## ")[0]).splitlines()
     return [line.replace("gpu.json", str(ROOT / "machines/h200.json")) for line in lines]
 
 
@@ -65,6 +70,13 @@ def test_without_the_extra_the_lines_name_it_and_print_no_traceback(line, tmp_pa
     said, _ = process.communicate(timeout=PATIENCE)
     assert process.returncode and "Traceback" not in said
     assert f"models needs {', '.join(sorted(modules))}: pip install '.[train,cuda13]'" in said.splitlines()[-1]
+
+
+def test_pictures_are_those_of_the_result_files():
+    """`python docs/figures.py` draws them."""
+    for name, draw in figures.PICTURES.items():
+        assert draw() == (ROOT / f"docs/images/{name}.svg").read_text()
+        assert f"(docs/images/{name}.svg)" in README
 
 
 def test_extras_that_pages_and_messages_install_exist():
@@ -109,13 +121,13 @@ def test_the_three_steps(naming, capsys):
 
 @pytest.mark.claim("ten-rules")
 def test_the_config_block_is_a_policy_and_names_every_field():
-    fields = yaml.safe_load(block("yaml"))["remat"]
+    fields = yaml.safe_load(block("yaml", POLICY))["remat"]
     assert set(fields) == {*Policy.__dataclass_fields__}
     assert Policy(**fields).residuals[0] == ("fc1", "offload")
 
 
 def test_the_config_block_runs_where_there_are_experts(tmp_path):
-    tree = yaml.safe_load((ROOT / "configs/tiny-moe.yaml").read_text()) | yaml.safe_load(block("yaml"))
+    tree = yaml.safe_load((ROOT / "configs/tiny-moe.yaml").read_text()) | yaml.safe_load(block("yaml", POLICY))
     (tmp_path / "moe.yaml").write_text(yaml.safe_dump(tree))
     config = load(tmp_path / "moe.yaml")
     assert "offloaded" in summary(config, program(config, abstract_mesh(config.mesh)))

@@ -41,6 +41,7 @@ def printed_by(page):
         ("docs/tutorial.md", 7),
         ("docs/policy.md", 1),
         ("docs/does-it-pay.md", 1),
+        ("docs/training-loop.md", 5),
         ("docs/plan.md", 1),
         ("docs/accumulation.md", 3),
         ("docs/stages.md", 2),

@@ -1,13 +1,14 @@
 """Policy: its fields, its patterns against a slow and literal reading, and its use as JAX's own policy."""
 
 import dataclasses
+import re
 from decimal import Decimal
 
 import jax
 import jax.numpy as jnp
 import pytest
 from autodiff import count, gradient, gradient_jaxpr, kept, offloading, saving
-from common import assert_same_bits, normal, policy, run_each
+from common import ROOT, assert_same_bits, normal, policy, run_each
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 from jax.ad_checkpoint import checkpoint_name
@@ -101,6 +102,13 @@ def test_of_patterns_given_twice_the_later_one_wins_at_its_own_place():
     assert p.match("a") == ("a", "recompute")
     p = Policy(residuals=(("*", "save"), ("a", "offload"), ("*", "save")))
     assert p.match("a") == ("*", "save")
+
+
+@pytest.mark.claim("megatron-names")
+def test_the_page_lists_megatrons_modules():
+    rows = re.findall(r"^\| `(\w+)` \| (`.*`) \|$", (ROOT / "docs/megatron.md").read_text(), re.M)
+    listed = {module: tuple(re.findall(r"`([^`]+)`", patterns)) for module, patterns in rows}
+    assert {module: patterns for module, patterns in listed.items() if module in MODULES} == MODULES
 
 
 def test_each_of_megatrons_modules_is_known():

@@ -1,5 +1,6 @@
 """Sphinx with MyST, as JAX, Flax and Optax have it; `make docs` builds strictly."""
 
+import pathlib
 import re
 
 import jaxoffload
@@ -52,6 +53,18 @@ def is_alias(app, what, name, obj, skip, options):
     return True if (getattr(obj, "__doc__", None) or "").startswith("Alias for field number") else None
 
 
+def write_llms_txt(app, failure):
+    """List the pages for language models, in the order of the index: https://llmstxt.org"""
+    if failure or app.builder.format != "html":
+        return
+    order = [page for pages in app.env.toctree_includes.values() for page in pages]
+    title = lambda page: app.env.titles[page].astext()
+    lines = [f"- [{title(page)}](_sources/{page}.md.txt)" for page in dict.fromkeys(order)]
+    text = "\n".join([f"# {html_title}", "", "> Activation offload for JAX on NVIDIA GPUs.", "", *lines, ""])
+    (pathlib.Path(app.outdir) / "llms.txt").write_text(text)
+
+
 def setup(app):
     app.connect("autodoc-skip-member", is_alias)
     app.connect("autodoc-process-docstring", as_restructured_text, priority=100)  # before napoleon
+    app.connect("build-finished", write_llms_txt)

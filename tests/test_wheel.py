@@ -12,8 +12,13 @@ import zipfile
 from email import message_from_string
 from pathlib import Path
 
+import jax
 import pytest
+import yaml
 from common import ROOT, inherited_flags
+
+import jaxoffload
+from jaxoffload.proof._command import main
 
 PROGRAM = """
 import sys
@@ -120,3 +125,22 @@ def test_it_works_where_nothing_else_is_installed(wheel, metadata, tmp_path):
     assert any(line.split()[0] == "h" and "offloaded" in line for line in table)
     others = {"flax", "optax", "orbax", "grain", "tokenizers", "yaml", "matplotlib", "models", "transformer_engine"}
     assert "'jaxoffload'" in modules and not [name for name in others if f"'{name}'" in modules]
+
+
+def test_what_is_released_has_one_version():
+    """The release's workflow finds it, and CITATION.cff says it."""
+    workflow = yaml.safe_load((ROOT / ".github/workflows/release.yml").read_text())
+    check = next(step["run"] for step in workflow["jobs"]["build"]["steps"] if "tag" in step.get("name", ""))
+    run = lambda tag: subprocess.run(check, shell=True, cwd=ROOT, env=os.environ | {"GITHUB_REF_NAME": tag}).returncode
+    assert run(f"v{jaxoffload.__version__}") == 0 != run("v9.9.9")
+    assert yaml.safe_load((ROOT / "CITATION.cff").read_text())["version"] == jaxoffload.__version__
+
+
+def test_an_issue_asks_for_what_about_prints(capsys):
+    form = yaml.safe_load((ROOT / ".github/ISSUE_TEMPLATE/bug.yml").read_text())
+    assert "python -m jaxoffload about" in [part["attributes"]["label"] for part in form["body"]]
+    assert main(["about"]) == 0
+    said = capsys.readouterr().out
+    assert f"jaxoffload {jaxoffload.__version__}, jax {jax.__version__}, jaxlib" in said
+    assert f"devices: {jax.device_count()} {jax.devices()[0].device_kind}\n" in said
+    assert re.search(r"pinned host pool: .* per device\nhost memory: [\d.]+ GiB\n", said)

@@ -1,11 +1,15 @@
-"""The command line: python -m jaxoffload report | plan | verify | profile | machine MODULE:FUNCTION [ARGUMENT ...]"""
+"""The command line: python -m jaxoffload COMMAND, of which most take MODULE:FUNCTION [ARGUMENT ...]"""
 
 import argparse
 import importlib
+import importlib.metadata
 import io
 import itertools
+import os
+import platform
 import sys
 import traceback
+from collections import Counter
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -13,10 +17,12 @@ from typing import Any
 import jax
 
 from .. import proof
+from .._engine.host.limit import host_pool_bytes
 from .._errors import UserError
-from .._text import nearest
+from .._text import nearest, readable
 from ._check import FAILS
 from ._predict import numa
+from ._program.memory import device_bytes
 from ._program.results import run_of
 from ._residuals.residuals import residuals
 from ._verify.verify import checks
@@ -63,13 +69,13 @@ def main(arguments: Sequence[str] | None = None) -> int:
 def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
     raw = argparse.RawDescriptionHelpFormatter
     parser = argparse.ArgumentParser(prog="python -m jaxoffload", description=USAGE, formatter_class=raw)
-    commands = parser.add_subparsers(
-        required=True, dest="command", metavar="report | plan | verify | profile | machine"
-    )
-    for command in (report, plan, verify, profile, machine):
+    of_functions, alone = (report, plan, verify, profile), (machine, about)
+    names = " | ".join(command.__name__ for command in (*of_functions, *alone))
+    commands = parser.add_subparsers(required=True, dest="command", metavar=names)
+    for command in (*of_functions, *alone):
         one = commands.add_parser(command.__name__, help=command.__doc__, description=command.__doc__)
         one.set_defaults(run=command)
-        if command is not machine:
+        if command in of_functions:
             one.add_argument("function", metavar="MODULE:FUNCTION")
             one.add_argument("arguments", nargs="*", default=[], metavar="ARGUMENT")
         if command is plan:
@@ -83,7 +89,7 @@ def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
             text = "what `machine` printed"
             one.add_argument("--machine", type=_machine, metavar="FILE", help=text, required=command is plan)
     options, rest = parser.parse_known_args(arguments)  # an ARGUMENT may stand behind an option
-    if wrong := [text for text in rest if text.startswith("-") or options.command == "machine"]:
+    if wrong := [text for text in rest if text.startswith("-") or options.run in alone]:
         parser.error(f"unrecognized arguments: {' '.join(wrong)}")
     options.arguments = [*getattr(options, "arguments", []), *rest]
     return options
@@ -164,4 +170,22 @@ def machine(options: argparse.Namespace) -> int:
     """Measure the GPUs of this machine, and print what --machine takes, and to stderr where pinned memory lies."""
     print(proof.machine().to_json())
     print(numa.summary(numa.places(jax.local_devices())), file=sys.stderr)
+    return 0
+
+
+def about(options: argparse.Namespace) -> int:
+    """Print what to paste into an issue: versions, devices, memory, and the variables that XLA and JAX read."""
+    wanted = ("jaxoffload", "jax", "jaxlib", "numpy", "flax", "optax", "equinox", "transformer-engine-jax")
+    installed = {d.name: d.version for d in importlib.metadata.distributions()}
+    plugins = [name for name in installed if name.startswith("jax-cuda")]
+    found = [f"{name} {installed[name]}" for name in (*wanted, *sorted(plugins)) if name in installed]
+    print(f"Python {platform.python_version()}, {platform.platform()}")
+    print(", ".join(found))
+    of_kind = Counter(device.device_kind for device in jax.devices())
+    print("devices:", ", ".join(f"{count} {kind}" for kind, count in of_kind.items()))
+    for name, size in (("device memory that JAX may use", device_bytes()), ("pinned host pool", host_pool_bytes())):
+        print(f"{name}: {readable(size) if size else 'not known'} per device")
+    print(f"host memory: {readable(os.sysconf('SC_PAGE_SIZE') * os.sysconf('SC_PHYS_PAGES'))}")
+    for name in sorted(name for name in os.environ if name.startswith(("XLA_", "JAX_", "CUDA_"))):
+        print(f"{name}={os.environ[name]}")
     return 0

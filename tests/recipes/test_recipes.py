@@ -11,10 +11,13 @@ import jax
 import jax.numpy as jnp
 import pytest
 from common import ROOT, finish, inherited_flags, start
-from run_recipe import DIFF, sides
+from described_gpu import compiled, gpu, matmuls, module_of, nothing_cached
+from run_recipe import DIFF, made_by, sides
 
 from jaxoffload.proof import exact_options
+from jaxoffload.proof._program import hlo
 
+assert gpu and nothing_cached  # fixtures
 pytestmark = pytest.mark.claim("recipes")
 
 PAGES = sorted((ROOT / "docs/recipes").glob("*.md"))
@@ -73,6 +76,36 @@ def test_a_recipe_says_how_its_step_gets_the_compiler_options(page: Path):
         assert "compiler_options=compiler_options()" in jit
     if page.stem in ("axlearn", "flax-nnx", "levanter", "maxtext"):
         assert "`XLA_FLAGS`" in text and "(../frameworks.md#compiler-options)" in text
+
+
+@pytest.mark.gpu
+@pytest.mark.claim("recipes-overlap")
+@pytest.mark.filterwarnings("ignore::DeprecationWarning")  # of frameworks that are imported
+@pytest.mark.parametrize("name", IN_CI)
+def test_copies_of_a_recipe_overlap_on_a_gpu(name, gpu):
+    """Compiled with the options: every copy is asynchronous, and a matmul runs between its start and its end."""
+    from flax import nnx
+
+    interpreter(NEEDS.get(name, name))
+    ((_, after),) = map(sides, DIFF.findall((ROOT / f"docs/recipes/{name}.md").read_text()))
+    made = made_by(after, name)
+    graph, state = nnx.split(made["arguments"]) if name == "flax-nnx" else (None, made["arguments"])
+    leaves, tree = jax.tree.flatten(state)
+    moving = [n for n, x in enumerate(leaves) if hasattr(x, "dtype") and jnp.issubdtype(x.dtype, jnp.floating)]
+
+    def loss(arrays):
+        given = dict(zip(moving, arrays, strict=True))
+        of = jax.tree.unflatten(tree, [given.get(n, x) for n, x in enumerate(leaves)])
+        return made["loss"](*(nnx.merge(graph, of) if graph else of))
+
+    module = module_of(compiled(gpu, jax.value_and_grad(loss), [leaves[n] for n in moving]))
+    assert len(hlo.host_copies(module)) >= 2
+    beside = []
+    for computation in {line.computation for line in module if line.opcode == "fusion-start" and line.on_host}:
+        lines = [line for line in module if line.computation == computation]
+        at = {line.name: n for n, line in enumerate(lines)}
+        beside += [len(matmuls(lines[at[e.operands[0]] : n])) for n, e in enumerate(lines) if e.opcode == "fusion-done"]
+    assert len(beside) >= 4 and all(beside)  # there and back, with two layers per iteration
 
 
 @pytest.mark.claim("who-takes-options")

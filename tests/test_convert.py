@@ -2,6 +2,8 @@
 
 import dataclasses
 import json
+import shlex
+import subprocess
 import sys
 from pathlib import Path
 
@@ -9,7 +11,8 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from common import fast_compiles
+import tokenizers
+from common import ROOT, fast_compiles
 from flax import nnx
 
 from models import checkpoints, convert, metrics, train
@@ -286,3 +289,46 @@ def test_training_begins_with_imported_weights(tmp_path, monkeypatch):
     valid = lambda out: {r["step"]: r["valid_loss"] for r in metrics.read(out / "metrics.jsonl") if "valid_loss" in r}
     np.testing.assert_allclose(valid(tmp_path / "b")[0], valid(tmp_path / "a")[4], rtol=1e-5)
     assert valid(tmp_path / "a")[4] < valid(tmp_path / "a")[0] - 0.1
+
+
+@pytest.mark.slow
+@pytest.mark.claim("fine-tune")
+def test_fine_tuning_from_start_to_end(tmp_path, monkeypatch, capsys):
+    """The page's commands, with smaller sizes: import, train, export."""
+    _, _, after = (ROOT / "docs/training.md").read_text().partition("<!-- claim: fine-tune -->")
+    _, *commands = after.partition("```\n")[2].partition("```")[0].replace("\\\n", " ").strip().splitlines()
+    sizes = {"vocab_size": 300, "layers": 3, "d_model": 32, "heads": 4, "kv_heads": 2, "d_ff": 48, "attention": "xla"}
+    small = [f"model.{key}={value}" for key, value in sizes.items()]
+    small += [
+        "mesh.fsdp=8",
+        "train.batch_size=16",
+        "train.grad_accumulation=2",
+        "train.seq_len=32",
+        "train.loss_chunk=32",
+    ]
+    small += ["train.warmup_steps=1", "remat.min_offload_bytes=0", "train.steps=3"]
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "configs").symlink_to(ROOT / "configs")
+    (tmp_path / "mine").mkdir()
+    (tmp_path / "mine/a.jsonl").write_text("\n".join(json.dumps({"text": f"the {n}th line " * 99}) for n in range(99)))
+    llama = LLAMA | {"rope_theta": 500000.0, "tie_word_embeddings": False}
+    with_weights(written(tmp_path, llama), tmp_path / "a")
+    theirs = described(tmp_path / "llama3", llama)
+    assert main("export", tmp_path / "test.yaml", theirs, f"train.out={tmp_path / 'a'}") == 0
+    bpe = tokenizers.Tokenizer(tokenizers.models.WordLevel({"<|end_of_text|>": 0, "<unk>": 1, "the": 2}, "<unk>"))
+    bpe.pre_tokenizer = tokenizers.pre_tokenizers.Whitespace()
+    bpe.add_special_tokens(["<|end_of_text|>"])
+    bpe.save(str(theirs / "tokenizer.json"))
+    with fast_compiles():
+        for command in commands:
+            program, *arguments = shlex.split(command)
+            if program == "python":
+                run = {"models.train": train.main, "models.convert": convert.main}[arguments[1]]
+                assert run([*arguments[2:], *small]) == 0, capsys.readouterr().err
+            else:
+                subprocess.run(command, shell=True, check=True)
+    read = lambda of: {
+        k: x for path in (tmp_path / of).glob("*.safetensors") for k, x in safetensors.load_file(path).items()
+    }
+    tuned, before = read("llama3-mine"), read("llama3")
+    assert tuned.keys() == before.keys() and any((tuned[name] != before[name]).any() for name in tuned)

@@ -1,6 +1,8 @@
 """Each benchmark at a tiny shape on the CPU, and what is computed from measurements, by hand."""
 
 import argparse
+import gzip
+import itertools
 import json
 import runpy
 import shlex
@@ -13,10 +15,11 @@ import jax.numpy as jnp
 import pytest
 from common import PATIENCE, ROOT
 
-from benchmarks import bench, dense, losses, plans, pytorch, stages
+from benchmarks import bench, dense, losses, plans, pytorch, stages, timeline
 from benchmarks.cases import SIZES
 from jaxoffload import Policy
 from jaxoffload.proof._program import hlo
+from jaxoffload.proof._program.trace import Event
 
 pytestmark = pytest.mark.usefixtures("compiled_fast")
 GATE, ALL = "gate moved, the rest saved", "all moved"
@@ -303,3 +306,17 @@ def test_every_offload_of_a_config_becomes_save():
     # A later pattern that takes an offload back stays as it is.
     policy = Policy({"attn/*": "recompute"}, offload_modules=["core_attn"])
     assert losses.overrides_to_save(policy)[-1] == "remat.residuals[attn/*]=recompute"
+
+
+def test_lanes_of_a_recorded_step():
+    """Copies go to the host in the forward passes of its two steps, and back in the backward passes."""
+    with gzip.open(ROOT / "tests/data/dense.json.gz") as file:
+        events = [Event(*event) for event in json.load(file)["events"]]
+    lanes = timeline.lanes_of(events)
+    assert min(start for spans in lanes.values() for start, _ in spans) == 0
+    for name, spans in lanes.items():
+        assert spans and all(start < end for start, end in spans), name
+        assert all(b - a > 0.09 for (_, a), (b, _) in itertools.pairwise(spans)), name
+    for lane, direction in (("to the host", "d2h"), ("back", "h2d")):
+        copied = sum(e.end - e.start for e in events if e.direction == direction) / 1e6
+        assert 0 < copied <= sum(end - start for start, end in lanes[lane]) + 0.2

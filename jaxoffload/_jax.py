@@ -99,6 +99,7 @@ SHARD_MAP, BARRIER, _RETYPED = "shard_map", "optimization_barrier", "jaxoffload_
 FORWARD, BACKWARD = "jaxoffload_forward", "jaxoffload_backward"  # the loops of `scan`
 INTERLEAVED = "jaxoffload_interleaved"  # `accumulate`
 REPEATED = "jaxoffload_repeated"  # a loop over ticks
+UNINITIALISED = "jaxoffload_uninitialised"  # a new stack
 
 # What has a nested jaxpr. Its results are the equation's own results:
 CALLS = {"jit", "remat2", "eval_jaxpr", "jaxoffload_checkpoint"}
@@ -284,6 +285,12 @@ def this_compilation() -> Compilation | None:
             module, options, executable = (frame.f_locals[name] for name in COMPILATION)
             return Compilation(module, dict(options), executable)
     return None
+
+
+def lowers_for_one_device(ctx: Any) -> bool:
+    """Return if the code, of which a lowering rule has this context, is for one device: XLA has nothing to divide."""
+    of = ctx.module_context.axis_context
+    return getattr(of, "num_devices", 0) == 1 or (hasattr(of, "mesh") and of.manual_axes == {*of.mesh.axis_names})
 
 
 # --- Our own primitives.

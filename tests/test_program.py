@@ -37,6 +37,7 @@ from jaxoffload import (
 )
 from jaxoffload._engine.host.need import need_of
 from jaxoffload._engine.jaxprs.walk import walk
+from jaxoffload._engine.layers import rows
 from jaxoffload._engine.microbatches.interleaved import interleaved_p
 from jaxoffload._tracing import as_reference
 from jaxoffload.grouped import grouped_matmul
@@ -129,6 +130,25 @@ def test_however_the_layers_are_divided(gpu, layers, offloaded, fields):
     assert not any('"byte_offset":"-' in line.text for line in lines)
     on_host = program.memory_analysis().host_temp_size_in_bytes
     assert 2 * offloaded * (ONE + STREAM) <= on_host <= 2 * (offloaded + 1) * (ONE + STREAM)
+
+
+def filled_stacks(lines):
+    """What XLA fills of stacks of layers before they are used."""
+    return [line.shape for line in lines if line.opcode == "broadcast" and line.shape.startswith(f"bf16[{LAYERS},")]
+
+
+@pytest.mark.parametrize("decision", ["save", "offload"])
+def test_a_new_stack_is_not_written_before_it_is_used(gpu, decision):
+    """On one device. There it lives as long, and as many are copied, as if it were written."""
+    of_one = lambda: compiled(gpu, twice({"layer_input": "save", "fc1": decision}), X, weights(LAYERS))
+    program, fills = of_one(), pytest.MonkeyPatch()
+    with fills.context() as patch:
+        patch.setattr(rows, "lowers_for_one_device", lambda ctx: False)
+        written = of_one()
+    assert filled_stacks(module_of(program)) == [] and len(filled_stacks(module_of(written))) >= 2
+    count = lambda of: sum(line.opcode == "copy" for line in module_of(of))
+    sizes = lambda of: (of.memory_analysis().temp_size_in_bytes, of.memory_analysis().host_temp_size_in_bytes)
+    assert count(program) == count(written) and sizes(program) == sizes(written)
 
 
 @pytest.mark.claim("nested-policies")

@@ -25,6 +25,7 @@ from ..._jax import (
     PARTS,
     SAME,
     SHARD_MAP,
+    UNINITIALISED,
     is_attention,
     is_causal,
     nbytes,
@@ -150,6 +151,8 @@ class _Walk:
         name, bodies = eqn.primitive.name, list(nested(eqn))
         if name in SAME:
             return operands
+        if name == UNINITIALISED and self.devices == 1:  # it is only allocated
+            return [_Array(nbytes(v.aval), written=True, read=True) for v in eqn.outvars]
         if name in IN_PLACE:
             return self.in_place(eqn, operands)
         if name == SHARD_MAP:

@@ -6,9 +6,10 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 from jax import lax
+from jax.extend.core import Primitive
 from jax.sharding import NamedSharding, PartitionSpec
 
-from ..._jax import add_jaxvals, on_device
+from ..._jax import UNINITIALISED, add_jaxvals, define, lower_fun, lowers_for_one_device, on_device
 from ..decide.derivative import looks_for_nans
 
 
@@ -52,19 +53,38 @@ def empty_stack(aval: Any, rows: int) -> Any:
     return filled(aval, lead=(rows,))
 
 
+def _lower_uninitialised(ctx: Any, *, shape: tuple[int, ...], dtype: Any) -> Any:
+    """XLA divides no array that it only allocates: each of several devices would make all of it. What it can divide,
+    full of one uninitialised number, is written once."""
+    alone = lowers_for_one_device(ctx)
+    make = lambda: lax.empty(shape, dtype) if alone else lax.broadcast(lax.empty((), dtype), shape)
+    return lower_fun(make, multiple_results=False)(ctx)
+
+
+_uninitialised_p = define(
+    Primitive(UNINITIALISED),
+    eager=lax.empty,
+    results=jax.core.ShapedArray,
+    lower=_lower_uninitialised,
+)
+
+
 def filled(aval: Any, fill: int | jax.Array | None = None, lead: tuple[int, ...] = ()) -> Any:
     """An array for values like `aval`, sharded and varying over mesh axes as they are, and full of `fill` if given.
 
-    Otherwise it is full of one uninitialised number. XLA would merge arrays that are full of the same constant, and
-    then copy one stack on the host to another. Each device would make a whole `lax.empty` and cut out its part.
+    Otherwise it is uninitialised, or on several devices full of one uninitialised number. XLA would merge arrays that
+    are full of the same constant, and then copy one stack on the host to another.
     """
     mesh, spec = aval.sharding.mesh, aval.sharding.spec
     sharding = NamedSharding(mesh, PartitionSpec(*[None] * len(lead), *spec)) if mesh.explicit_axes else None
     shape = (*lead, *aval.shape)
     fill = 0 if fill is None and looks_for_nans() else fill
-    one = lax.empty((), aval.dtype) if fill is None else lax.full((), fill, aval.dtype)
-    # Explicit axes count where their mesh is set, which the caller's arguments alone may say.
-    with jax.sharding.use_abstract_mesh(mesh) if sharding else contextlib.nullcontext():
-        array = lax.broadcast(one, shape, out_sharding=sharding)
+    if fill is None and sharding is None:
+        array = _uninitialised_p.bind(shape=shape, dtype=aval.dtype)
+    else:
+        one = lax.empty((), aval.dtype) if fill is None else lax.full((), fill, aval.dtype)
+        # Explicit axes count where their mesh is set, which the caller's arguments alone may say.
+        with jax.sharding.use_abstract_mesh(mesh) if sharding else contextlib.nullcontext():
+            array = lax.broadcast(one, shape, out_sharding=sharding)
     varying = tuple(aval.manual_axis_type.varying)
     return lax.pcast(array, varying, to="varying") if varying else array

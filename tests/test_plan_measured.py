@@ -78,7 +78,7 @@ def test_plans_take_the_time_and_the_memory_that_is_predicted():
 def test_policies_take_the_time_and_the_memory_that_is_predicted(every):
     """By kind of policy: the bounds of time and memory, and of all, how many take within 8 % of the time."""
     both = compared("plans", "h200", every=every), compared("plans-h100", "h100", every=every)
-    bounds = {"plan": (1.0, 0.02, 0.07, 0.86, 1.14), "hand": (0.95, 0.02, 0.16, 0.83, 1.15)}
+    bounds = {"plan": (1.0, 0.02, 0.08, 0.86, 1.14), "hand": (0.95, 0.02, 0.18, 0.83, 1.15)}
     bounds["drawn"] = 0.9, 0.03, 0.24, 0.73, 1.15
     for kind, (close, half, longest, least, most) in bounds.items():
         times, memory = ([*first, *second] for first, second in zip(*(of[kind] for of in both), strict=True))

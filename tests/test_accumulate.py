@@ -605,3 +605,18 @@ def test_a_dtype_that_is_not_wider_changes_nothing():
 def test_sums_are_floating(dtype):
     with pytest.raises(TypeError, match=r"accumulate: sum_dtype .* is not allowed; use a floating dtype, or None"):
         accumulate(good, sum_dtype=dtype)
+
+
+@pytest.mark.parametrize("decision", ["save", "offload"])
+def test_nothing_is_computed_from_what_is_uninitialised(decision, monkeypatch):
+    """New stacks are full of NaNs, or of 99s."""
+    policy = Policy({"h": decision}, min_offload_bytes=0)
+    layer = lambda x, w: (jnp.sin(tag(x @ w, "h")) + x, x[0])
+    loss = lambda w, x: (lambda y, xs: jnp.sum(y) + jnp.sum(xs))(*scan(layer, x, w, policy=policy))
+    w, xs = 0.3 * normal(0, (5, 8, 8)), normal(1, (3, 4, 8))
+    both = lambda: jax.tree.leaves((jax.jit(jax.grad(loss))(w, xs[0]), jax.jit(accumulate(loss))(w, xs)))
+    expected = jax.device_get(both())
+    jax.clear_caches()
+    anything = lambda shape, dtype, **_: jnp.full(shape, jnp.nan if jnp.issubdtype(dtype, jnp.inexact) else 99, dtype)
+    monkeypatch.setattr(lax, "empty", anything)
+    assert_close(jax.device_get(both()), expected)

@@ -307,6 +307,19 @@ def test_what_is_chosen_fits_by_xlas_plan(seed):
     assert choice is None or len(sizes) <= 4
 
 
+@pytest.mark.parametrize("seed", [30, 173, 218, 229, 240, 332, 360])  # in which many choices lie in between
+def test_what_predict_says_of_memory_counts_where_estimates_are_far_off(seed):
+    """Without XLA: the more bytes, the further off."""
+    curve, _, _, dice = drawn_curve(seed)
+    slope, offset = dice.uniform(-0.25, 0.25), dice.randint(-800, 800)
+    guess = lambda choice: guessed(choice, int(slope * (choice.device - curve[0].device)) + offset)
+    predicted, limit = functools.cache(guess), dice.randint(curve[0].device, curve[-1].device)
+    bytes_of = lambda choice: predicted(choice).memory.total
+    choice = chosen(curve, limit, 10**9, predicted, bytes_of, {})
+    best = min((c for c in curve if bytes_of(c) <= limit), key=lambda c: c.ns, default=None)
+    assert (choice is None) == (best is None) and (choice is None or choice.ns <= 1.01 * best.ns)
+
+
 @pytest.mark.parametrize("seed", [5, 9, 11, 58, 118])  # in which another one moves something, too
 def test_what_xla_plans_for_some_layers_says_little_of_others(seed):
     """XLA plans far more for those that move in as many layers as the fastest does."""

@@ -52,13 +52,21 @@ def chosen(
     def fits(choice: Choice) -> bool:
         return size(choice) <= limit and predicted(choice).host <= host_limit
 
+    def at_the_limit(kind: Sequence[Choice]) -> list[Choice]:
+        """Return those on either side of the limit. What is predicted of these corrects the estimates of those beside
+        them, until they stay."""
+        more = dict[int, int]()  # by estimated bytes
+        while True:
+            error = lambda choice: more[min(more, key=lambda size: abs(size - choice.device))] if more else 0
+            inside = {c: corrected(c, lambda c: c.device + error(c)) <= limit for c in kind}
+            near = [c for c in kind if inside[c]][-_NEAR:] + [c for c in kind if not inside[c]][:_NEAR]
+            if more.keys() >= {c.device for c in near}:
+                return near
+            more |= {c.device: predicted(c).memory.total - c.device for c in near}
+
     def best() -> Choice:
         """Return the fastest that seems to fit, or else the smallest."""
-        near = []
-        for kind in kinds:
-            inside = {choice: corrected(choice, lambda choice: choice.device) <= limit for choice in kind}
-            near += [choice for choice in kind if inside[choice]][-_NEAR:]
-            near += [choice for choice in kind if not inside[choice]][:_NEAR]
+        near = [choice for kind in kinds for choice in at_the_limit(kind)]
         return _fastest(filter(fits, near), predicted) or min(near, key=size)
 
     most = len(sizes) + _MOST_SIZED

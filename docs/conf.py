@@ -57,9 +57,9 @@ def write_llms_txt(app, failure):
     """List the pages for language models, in the order of the index: https://llmstxt.org"""
     if failure or app.builder.format != "html":
         return
-    order = [page for pages in app.env.toctree_includes.values() for page in pages]
+    order = app.env.toctree_includes[app.config.root_doc]
     title = lambda page: app.env.titles[page].astext()
-    lines = [f"- [{title(page)}](_sources/{page}.md.txt)" for page in dict.fromkeys(order)]
+    lines = [f"- [{title(page)}](_sources/{page}.md.txt)" for page in order]
     text = "\n".join([f"# {html_title}", "", "> Activation offload for JAX on NVIDIA GPUs.", "", *lines, ""])
     (pathlib.Path(app.outdir) / "llms.txt").write_text(text)
 

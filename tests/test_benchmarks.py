@@ -309,7 +309,7 @@ def test_every_offload_of_a_config_becomes_save():
 
 
 def test_lanes_of_a_recorded_step():
-    """Copies go to the host in the forward passes of its two steps, and back in the backward passes."""
+    """Of two steps that offload. `benchmarks.timeline` itself needs a GPU."""
     with gzip.open(ROOT / "tests/data/dense.json.gz") as file:
         events = [Event(*event) for event in json.load(file)["events"]]
     lanes = timeline.lanes_of(events)

@@ -324,16 +324,17 @@ def test_a_gpu_whose_memory_is_on_another_node_is_named_with_what_to_do(nodes):
     assert "GPU 0: sysfs names no node; memory that is pinned for it: on a node that the kernel does not tell" in silent
     assert "XLA cannot pin memory near a GPU of which sysfs names no node. Start one process for each GPU" in silent
     (nodes / "node1").rmdir()
-    assert numa.summary(places_of((None, {}))) == "This machine has one NUMA node."
+    assert numa.summary(places_of((None, {}))) == "This machine names no second NUMA node."
 
 
 @pytest.mark.claim("numa")
 def test_pages_are_on_nodes_of_this_machine():
     array = np.ones(2**20, np.uint8)
     found = numa.pages(array.ctypes.data, array.nbytes)
-    # A container may not ask; then nothing is known.
-    assert all(node.name[4:].isdigit() for node in numa._NODES.glob("node[0-9]*"))
-    assert found.keys() <= {int(node.name[4:]) for node in numa._NODES.glob("node[0-9]*")} and sum(found.values()) <= 16
+    if not found:
+        pytest.skip("this machine's kernel does not tell")
+    nodes = {int(node.name[4:]) for node in numa._NODES.glob("node[0-9]*")} or {0}
+    assert found.keys() <= nodes and sum(found.values()) == 16
     assert numa.places(jax.local_devices()[:1])[0].node is None  # a CPU is at no PCI bus
 
 
@@ -344,7 +345,8 @@ def test_a_gpu_is_measured():
     rates = [*found.one, *found.all, found.gemm_tflops, *found.attention_tflops, found.hbm_gb_s]
     assert all(rate > 0 for rate in rates), found
     assert found.gemms and found.attention and found.fused_gb_s and (found.link is None) == (found.gpus == 1)
-    assert [place.gpu for place in numa.places(jax.local_devices())] == [*range(found.gpus)]
+    places = numa.places(jax.local_devices())
+    assert [place.gpu for place in places] == [*range(found.gpus)] and all(place.pinned for place in places)
     assert all(
         re.fullmatch(r"[0-9a-f]{4,8}:[0-9a-f]{2}:[0-9a-f]{2}\.0", numa._bus_id(gpu)) for gpu in jax.local_devices()
     )

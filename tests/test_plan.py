@@ -185,6 +185,14 @@ def test_untagged_matmuls_are_kept_as_is_fixed(dots):
     assert (UNTAGGED in names.moved) == (dots == "offload")
 
 
+def test_a_byte_that_moves_is_read_once_and_written_once_by_estimates_too():
+    there_and_back = lambda x: jax.device_put(jax.device_put(x, jax.memory.Space.Host), jax.memory.Space.Device)
+    rates = dataclasses.replace(H200, fused_gb_s=None)
+    step, *_ = priced(loss, ARGS, ALL, rates)
+    one_mib = jax.ShapeDtypeStruct((2**20,), jnp.uint8)
+    assert step.copying * 2**20 == pytest.approx(cost(jax.make_jaxpr(there_and_back)(one_mib), rates).seconds)
+
+
 # ---- the search and the choice, on drawn costs ----
 
 

@@ -136,11 +136,15 @@ def test_what_is_released_has_one_version():
     assert yaml.safe_load((ROOT / "CITATION.cff").read_text())["version"] == jaxoffload.__version__
 
 
-def test_an_issue_asks_for_what_about_prints(capsys):
+def test_an_issue_asks_for_what_about_prints(capsys, monkeypatch):
+    monkeypatch.setenv("XLA_PJRT_GPU_HOST_MEMORY_LIMIT_GB", "lots")
     form = yaml.safe_load((ROOT / ".github/ISSUE_TEMPLATE/bug.yml").read_text())
     assert "python -m jaxoffload about" in [part["attributes"]["label"] for part in form["body"]]
     assert main(["about"]) == 0
     said = capsys.readouterr().out
     assert f"jaxoffload {jaxoffload.__version__}, jax {jax.__version__}, jaxlib" in said
     assert f"devices: {jax.device_count()} {jax.devices()[0].device_kind}\n" in said
-    assert re.search(r"pinned host pool: .* per device\nhost memory: [\d.]+ GiB\n", said)
+    assert re.search(r"^host memory: [\d.]+ GiB$", said, re.M) and "\nXLA_PJRT_GPU_HOST_MEMORY_LIMIT_GB=lots\n" in said
+    assert "devices: HostPoolError: " in said  # whatever is wrong
+    monkeypatch.setenv("XLA_PJRT_GPU_HOST_MEMORY_LIMIT_GB", "2")
+    assert main(["about"]) == 0 and "pinned host pool: 2.00 GiB per device\n" in capsys.readouterr().out

@@ -175,17 +175,30 @@ def machine(options: argparse.Namespace) -> int:
 
 def about(options: argparse.Namespace) -> int:
     """Print what to paste into an issue: versions, devices, memory, and the variables that XLA and JAX read."""
-    wanted = ("jaxoffload", "jax", "jaxlib", "numpy", "flax", "optax", "equinox", "transformer-engine-jax")
-    installed = {d.name: d.version for d in importlib.metadata.distributions()}
-    plugins = [name for name in installed if name.startswith("jax-cuda")]
-    found = [f"{name} {installed[name]}" for name in (*wanted, *sorted(plugins)) if name in installed]
     print(f"Python {platform.python_version()}, {platform.platform()}")
-    print(", ".join(found))
-    of_kind = Counter(device.device_kind for device in jax.devices())
-    print("devices:", ", ".join(f"{count} {kind}" for kind, count in of_kind.items()))
-    for name, size in (("device memory that JAX may use", device_bytes()), ("pinned host pool", host_pool_bytes())):
-        print(f"{name}: {readable(size) if size else 'not known'} per device")
+    print(", ".join(f"{name} {version}" for name in PACKAGES if (version := version_of(name))))
     print(f"host memory: {readable(os.sysconf('SC_PAGE_SIZE') * os.sysconf('SC_PHYS_PAGES'))}")
     for name in sorted(name for name in os.environ if name.startswith(("XLA_", "JAX_", "CUDA_"))):
         print(f"{name}={os.environ[name]}")
+    try:
+        of_kind = Counter(device.device_kind for device in jax.devices())
+        print("devices:", ", ".join(f"{count} {kind}" for kind, count in of_kind.items()))
+        for name, size in (("device memory that JAX may use", device_bytes()), ("pinned host pool", host_pool_bytes())):
+            print(f"{name}: {readable(size) if size else 'not known'} per device")
+    except Exception as why:  # JAX finds no device, say, or a variable is wrong: that is what to paste
+        print(f"devices: {type(why).__name__}: {why}")
     return 0
+
+
+PACKAGES = (
+    *("jaxoffload", "jax", "jaxlib", "jax-cuda13-plugin", "jax-cuda12-plugin", "numpy", "flax", "optax", "equinox"),
+    "transformer-engine-jax",
+)
+
+
+def version_of(name: str) -> str:
+    """Return the version of an installed package; empty if it is not installed."""
+    try:
+        return importlib.metadata.version(name)
+    except importlib.metadata.PackageNotFoundError:
+        return ""

@@ -2,8 +2,9 @@
 
 A matmul, or another kernel of its own, takes as long as its FLOPs or as moving its operands and results between it and
 the device's memory, whichever is longer. All else is fused: what lies between the kernels is read once and written
-once. What goes to the host is read, and what comes back is written. What XLA does better (a matmul's epilogue) or worse
-(a reduction that reads twice) is not seen. Collectives that the compiler adds are not in a jaxpr.
+once. What goes to the host is read, and what comes back is written, unless fused work does so anyway. What XLA does
+better (a matmul's epilogue) or worse (a reduction that reads twice) is not seen. Collectives that the compiler adds are
+not in a jaxpr.
 """
 
 import dataclasses

@@ -21,6 +21,12 @@ from ..._text import GIB
 _PCI, _NODES = Path("/sys/bus/pci/devices"), Path("/sys/devices/system/node")
 _MOVE_PAGES = {"x86_64": 279, "aarch64": 239}  # the system call; without target nodes it moves nothing
 _PAGES = 256  # of an array, at equal distances
+_FAR = 0.1  # of the pages
+
+_BOUND = (
+    "Start one process for each GPU, bound to its node: `numactl --cpunodebind=NODE --membind=NODE`; `nvidia-smi topo "
+    "-m` lists the nodes."
+)
 
 
 class Place(NamedTuple):
@@ -41,10 +47,10 @@ def places(devices: Sequence[Any]) -> list[Place]:
     found = []
     for number, device in enumerate(devices):
         host = SingleDeviceSharding(device, memory_kind="pinned_host")
-        array = jax.device_put(jnp.ones(GIB // 4, jnp.uint8), host)
         try:
+            array = jax.device_put(jnp.ones(GIB // 4, jnp.uint8), host)
             pinned = pages(int(array.unsafe_buffer_pointer()), array.nbytes)
-        except jax.errors.JaxRuntimeError:  # it is not known where the array is
+        except jax.errors.JaxRuntimeError:  # the pool is full, or JAX does not say where the array is
             pinned = Counter()
         found.append(Place(number, node_of(_bus_id(device)), pinned))
     return found
@@ -88,21 +94,16 @@ def pages(address: int, size: int) -> Counter[int]:
 def summary(found: Sequence[Place]) -> str:
     """Return a line for each GPU, and what to do if memory is far from its GPU."""
     if len([*_NODES.glob("node[0-9]*")]) < 2:
-        return "This machine has one NUMA node."
+        return "This machine names no second NUMA node."
     lines = []
     for gpu, node, pinned in found:
         at = "sysfs names no node" if node is None else f"node {node}"
         on = " and ".join(f"node {n}" for n in sorted(pinned)) or "a node that the kernel does not tell"
         lines.append(f"GPU {gpu}: {at}; memory that is pinned for it: on {on}")
-    if far := [place for place in found if place.node is not None and place.pinned.keys() - {place.node}]:
+    is_far = lambda place: sum(n for node, n in place.pinned.items() if node != place.node) > _FAR * _PAGES
+    if far := [place for place in found if place.node is not None and is_far(place)]:
         which = ", ".join(str(place.gpu) for place in far)
         lines.append(f"Copies of GPU {which} cross to another node, and are slower for it. {_BOUND}")
     if any(place.node is None for place in found):
         lines.append(f"XLA cannot pin memory near a GPU of which sysfs names no node. {_BOUND}")
     return "\n".join(lines)
-
-
-_BOUND = (
-    "Start one process for each GPU, bound to its node: `numactl --cpunodebind=NODE --membind=NODE`; `nvidia-smi topo "
-    "-m` lists the nodes."
-)

@@ -146,13 +146,18 @@ _MOST_SETS = 200
 
 
 def _layer_counts(step: Step) -> list[int]:
-    """Return how many layers may offload. On pipeline stages it is as many in each chunk, and never a single one."""
+    """Return how many layers may offload. On pipeline stages it is as many in each chunk, and never a single one.
+
+    Elsewhere no two others are left, unless they are resident: XLA unrolls their loop, and may run both at once, in
+    twice the memory.
+    """
     most = max(stack.may_offload(step.resident) for stack in step.stacks)
     number = max(1, min(most, _MOST_COUNTS))
     counts = {round(most * i / number) for i in range(number + 1)}
     for chunks in {stack.chunks for stack in step.stacks if stack.schedule}:
         counts = {count // chunks * chunks for count in counts} - {chunks}
-    return sorted(counts)
+    two_left = {stack.layers - 2 for stack in step.stacks if not stack.schedule and stack.layers > 2}
+    return sorted(counts - two_left if step.resident < 2 else counts)
 
 
 def _moved_sets(step: Step, costs: Costs) -> list[Kept]:

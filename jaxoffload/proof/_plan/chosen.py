@@ -16,7 +16,7 @@ from .choices import Choice
 
 _NEAR = 2  # choices on either side of the limit are looked at
 _MOST_SIZED = 8
-_PECULIAR = 0.05  # of the limit: XLA unrolls the loop of two layers, say, and then runs both at once
+_PECULIAR = 0.05  # of the limit: XLA runs kernels of two layers at once, say
 _MOVES = 0.01  # of a step: for less nothing is moved where moving nothing fits
 
 

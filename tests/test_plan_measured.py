@@ -14,11 +14,18 @@ from benchmarks import accumulate, plans, stages
 from benchmarks.cases import OVERLAP
 from benchmarks.moe import CASES
 from jaxoffload import Policy, Schedule
+from jaxoffload._engine.cost import cost
 from jaxoffload.proof import Machine, predict
 from jaxoffload.proof._predict.memory import ERROR
 
 GIB = 2**30
 one_in = lambda some: pytest.mark.parametrize("every", [some, pytest.param(1, marks=pytest.mark.long)])
+
+
+@pytest.fixture(autouse=True)
+def new_stacks_are_written(monkeypatch):
+    """As they were by the programs that ran."""
+    monkeypatch.setattr(cost, "UNINITIALISED", None)
 
 
 def described(machine):
@@ -78,7 +85,7 @@ def test_plans_take_the_time_and_the_memory_that_is_predicted():
 def test_policies_take_the_time_and_the_memory_that_is_predicted(every):
     """By kind of policy: the bounds of time and memory, and of all, how many take within 8 % of the time."""
     both = compared("plans", "h200", every=every), compared("plans-h100", "h100", every=every)
-    bounds = {"plan": (1.0, 0.02, 0.08, 0.86, 1.14), "hand": (0.95, 0.02, 0.18, 0.83, 1.15)}
+    bounds = {"plan": (1.0, 0.02, 0.07, 0.86, 1.14), "hand": (0.95, 0.02, 0.16, 0.83, 1.15)}
     bounds["drawn"] = 0.9, 0.03, 0.24, 0.73, 1.15
     for kind, (close, half, longest, least, most) in bounds.items():
         times, memory = ([*first, *second] for first, second in zip(*(of[kind] for of in both), strict=True))
@@ -173,7 +180,7 @@ def test_steps_on_two_gpus_take_the_time_and_the_memory_that_is_predicted(every,
         variant = stages.variants_of(case)[mode][name]
         step, args, _ = stages.step_of(case, options, mode, variant, Schedule(2, virtual, count))
         ms, gib = predicted(step, args, Policy(variant.residuals), machine)
-        assert (0.86 if name == "all moved" else 0.97) < ms / count / facts["ms"] < 1.02, (name, ms)
+        assert (0.87 if name == "all moved" else 0.97) < ms / count / facts["ms"] < 1.02, (name, ms)
         assert 0.97 < gib / facts["all_gib"] < 1.03, (name, gib)
 
 

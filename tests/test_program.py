@@ -141,8 +141,8 @@ def filled_stacks(lines):
 def test_a_new_stack_is_not_written_before_it_is_used(gpu, decision):
     """On one device. There it lives as long, and as many are copied, as if it were written."""
     of_one = lambda: compiled(gpu, twice({"layer_input": "save", "fc1": decision}), X, weights(LAYERS))
-    program, fills = of_one(), pytest.MonkeyPatch()
-    with fills.context() as patch:
+    program = of_one()
+    with pytest.MonkeyPatch.context() as patch:
         patch.setattr(rows, "lowers_for_one_device", lambda ctx: False)
         written = of_one()
     assert filled_stacks(module_of(program)) == [] and len(filled_stacks(module_of(written))) >= 2

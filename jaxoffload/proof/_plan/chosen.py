@@ -1,7 +1,7 @@
 """Choose from a curve: the fastest by `predict` of those that fit, by XLA's memory where XLA can be asked."""
 
 import warnings
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Container, Iterable, Sequence
 from typing import Any
 
 import jax
@@ -18,6 +18,7 @@ _NEAR = 2  # choices on either side of the limit are looked at
 _MOST_SIZED = 8
 _PECULIAR = 0.05  # of the limit: XLA runs kernels of two layers at once, say
 _MOVES = 0.01  # of a step: for less nothing is moved where moving nothing fits
+_GAIN = 0.003  # of a step: for less no further choice is compiled
 
 
 def chosen(
@@ -67,7 +68,7 @@ def chosen(
     def best() -> Choice:
         """Return the fastest that seems to fit, or else the smallest."""
         near = [choice for kind in kinds for choice in at_the_limit(kind)]
-        return _fastest(filter(fits, near), predicted) or min(near, key=size)
+        return _fastest(filter(fits, [*sizes, *near]), predicted, sizes) or min(near, key=size)
 
     most = len(sizes) + _MOST_SIZED
     while (choice := best()) not in sizes and len(sizes) < most:
@@ -75,11 +76,16 @@ def chosen(
     return _fastest(filter(fits, sizes), predicted)
 
 
-def _fastest(choices: Iterable[Choice], predicted: Callable[[Choice], Prediction]) -> Choice | None:
-    """Return the fastest of these, or of those that move nothing if that is nearly as fast; None if there are none."""
+def _fastest(
+    choices: Iterable[Choice], predicted: Callable[[Choice], Prediction], known: Container[Choice] = ()
+) -> Choice | None:
+    """Return the fastest of these; None if there are none. Those that move nothing come first if they are nearly as
+    fast, and of any others those that are known."""
     ms = {choice: predicted(choice).step_ms for choice in choices}
-    unmoved = [choice for choice in ms if not choice.host and ms[choice] <= (1 + _MOVES) * min(ms.values())]
-    return min(unmoved or ms, key=ms.__getitem__, default=None)
+    as_fast = lambda of, share: [choice for choice in of if ms[choice] <= (1 + share) * min(ms[each] for each in of)]
+    among = [choice for choice in as_fast(ms, _MOVES) if not choice.host] or [*ms]
+    among = [choice for choice in as_fast(among, _GAIN) if choice in known] or among
+    return min(among, key=ms.__getitem__, default=None)
 
 
 def lowering(f: Callable[..., Any], args: tuple[Any, ...]) -> Callable[..., Any]:

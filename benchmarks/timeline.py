@@ -21,6 +21,10 @@ LANES = {"compute": None, "to the host": "d2h", "back": "h2d"}
 APART = 0.1e6  # ns: between the kernels of a layer
 
 
+def parse() -> argparse.Namespace:
+    return bench.parser(__doc__, "timeline", **SIZES | {"layers": 6}).parse_args()
+
+
 def lanes_of(events: Iterable[Event]) -> dict[str, list[tuple[float, float]]]:
     """Return the spans of each lane."""
     events = list(events)
@@ -45,6 +49,6 @@ def main(options: argparse.Namespace) -> None:
 
 
 if __name__ == "__main__":
-    options = bench.parser(__doc__, "timeline", **SIZES | {"layers": 6}).parse_args()
+    options = parse()
     bench.prepare(options.attention)
     main(options)

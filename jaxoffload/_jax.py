@@ -163,10 +163,13 @@ def is_attention(name: str) -> bool:
     return re.fullmatch(ATTENTION, name) is not None
 
 
-def is_causal(params: dict[str, Any]) -> bool:
-    """Return if an attention kernel with these parameters skips what a causal mask hides."""
-    mask = params.get("mask_type", getattr(params.get("config"), "attn_mask_type", None))  # JAX's, TransformerEngine's
-    return params.get("use_causal_mask", False) or "CAUSAL" in getattr(mask, "name", "")
+def causal_window(params: dict[str, Any]) -> tuple[bool, int]:
+    """Return if an attention kernel with these parameters skips the keys after a query, and how many keys up to it are
+    in its window; 0: all."""
+    of_te = params.get("config")  # TransformerEngine's
+    mask = params.get("mask_type", getattr(of_te, "attn_mask_type", None))
+    window = params.get("sliding_window_length") or getattr(of_te, "window_size", (-1,))[0] + 1
+    return window > 0 or params.get("use_causal_mask", False) or "CAUSAL" in getattr(mask, "name", ""), window
 
 
 # --- Two names of `jax._src`: JAX's function that writes the configuration of a call of cuDNN's attention, and the

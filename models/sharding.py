@@ -56,7 +56,7 @@ RULES = Rules()
 _STREAM = ("batch", "sequence", "residual")
 _HEADS, _KV_HEADS = ("batch", "sequence", "heads", "head"), ("batch", "sequence", "kv_heads", "head")
 _WIDE = ("batch", "sequence", "mlp")
-# The logical axes of the model's values, by residual name: `constrain` shards by them, reports divide bytes by them.
+# The logical axes of the model's values, by the name that `constrain` shards them by.
 VALUES = {
     **dict.fromkeys(("layer_input", "attn/norm", "attn/out", "mlp_input", "mlp/norm", "mlp/fc2"), _STREAM),
     **dict.fromkeys(("attn/q", "attn/context"), _HEADS),
@@ -64,7 +64,6 @@ VALUES = {
     **dict.fromkeys(("mlp/fc1.gate", "mlp/fc1.up", "mlp/act"), _WIDE),
     **dict.fromkeys(("shared/fc1.gate", "shared/fc1.up", "shared/act"), _WIDE),
     **dict.fromkeys(("moe/norm", "shared/fc2"), _STREAM),
-    "(matmul)": _HEADS,  # untagged: q and k before RoPE
     # In the loss. The leading axis has one entry for each part that the batch is split into.
     "last_norm": ("batch", "residual"),
     "unembedding": ("batch", "vocab", "residual"),

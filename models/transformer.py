@@ -286,7 +286,7 @@ def flops_per_token(config: Model, seq_len: int) -> int:
 
     6 per parameter that multiplies each token, which are those of all matrices: the unembedding counts, the lookup of
     embeddings does not, and of experts the router and the chosen and shared ones do. For causal attention,
-    6·B·S²·(heads·head_dim) per layer and B·S tokens.
+    6·B·S²·(heads·head_dim) per layer and B·S tokens. `seq_len` 0: matrices only.
     """
     D = config.d_model
     projections = 2 * D * config.d_head * (config.heads + config.kv_heads)

@@ -296,7 +296,7 @@ def test_plans_made_on_the_machine():
     slower = sorted(budget["plan / best"] for _, budget, _ in plans)
     assert len(slower) == 12 and slower[-5] <= 1.002 and slower[-4] > 1.0035
     seconds = sorted(plan["seconds"] for *_, plan in plans)
-    assert 6.5 < seconds[0] and seconds[-2] < 35 and round(seconds[-1]) == 121
+    assert seconds[0] > 6.5 and seconds[-2] < 35 and round(seconds[-1]) == 121
     assert are_within(plans, 0.01, ("mixtral", "70b, accumulated"), 0.06)
 
 

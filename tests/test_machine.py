@@ -119,6 +119,7 @@ def test_grouped_gemms_and_attention_by_their_shapes():
     assert not found.unknown and found.seconds == pytest.approx(2 * 10 * 5 * 7 / 1e12, rel=1e-3)
     assert attention_flops((2, 8, 3, 4), (2, 6, 1, 4), causal=False) == 2 * (2 * 2 * 3 * 8 * 6 * 4)
     assert attention_flops((2, 8, 3, 4), (2, 8, 1, 4), causal=True) == 2 * 2 * 3 * 8 * 8 * 4
+    assert attention_flops((2, 8, 3, 4), (2, 8, 1, 4), causal=True, window=2) == 2 * (2 * 2 * 3 * 8 * 4) * (2 - 1 / 4)
 
 
 # The same machine, measured by shape; its memory takes no time.

@@ -8,6 +8,7 @@ import os
 import re
 import runpy
 import sys
+from types import SimpleNamespace
 
 import jax
 import jax.numpy as jnp
@@ -28,7 +29,7 @@ from jaxoffload._engine.layers import layer as _layer
 from jaxoffload._engine.layers import passes as _loops
 from jaxoffload._engine.layers import scan_primitive
 from jaxoffload._engine.layers.placement import Layout
-from jaxoffload._jax import CUDNN_ATTENTION, CUDNN_CONFIG, DEVICE, HOST, is_attention, is_causal, on_host
+from jaxoffload._jax import CUDNN_ATTENTION, CUDNN_CONFIG, DEVICE, HOST, causal_window, is_attention, on_host
 from jaxoffload._policy import VERDICT
 from jaxoffload._text import readable
 from jaxoffload._tracing import tracing
@@ -619,10 +620,17 @@ def fused(monkeypatch):
 def test_a_jax_that_cannot_be_asked_is_left_as_it_is(fused, monkeypatch):
     called = functools.partial(jax.nn.dot_product_attention, implementation="cudnn")
     heads = jax.ShapeDtypeStruct((2, 512, 8, 64), jnp.bfloat16)
-    for causal in (True, False):
-        masked = jax.make_jaxpr(functools.partial(called, is_causal=causal))(heads, heads, heads)
-        (kernel,) = [s.eqn for s in walk(masked) if re.fullmatch(CUDNN_ATTENTION, s.eqn.primitive.name)]
-        assert is_attention(kernel.primitive.name) and is_causal(kernel.params) is causal
+    of_te = SimpleNamespace(attn_mask_type=SimpleNamespace(name="CAUSAL_MASK"), window_size=(-1, 0))
+    assert causal_window({"config": of_te}) == (True, 0)
+    for masked, found in (
+        ({}, (False, 0)),
+        ({"is_causal": True}, (True, 0)),
+        ({"is_causal": True, "local_window_size": (127, 0)}, (True, 128)),
+        ({"local_window_size": (127, 0)}, (True, 128)),
+    ):
+        traced = jax.make_jaxpr(functools.partial(called, **masked))(heads, heads, heads)
+        (kernel,) = [s.eqn for s in walk(traced) if re.fullmatch(CUDNN_ATTENTION, s.eqn.primitive.name)]
+        assert is_attention(kernel.primitive.name) and causal_window(kernel.params) == found
     monkeypatch.delattr(fused, CUDNN_CONFIG)
     before = dict(vars(fused)), dict(os.environ)
     with pytest.raises(ZeroDivisionError), _exact.deterministic_attention():

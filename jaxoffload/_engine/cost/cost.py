@@ -27,8 +27,8 @@ from ..._jax import (
     SAME,
     SHARD_MAP,
     UNINITIALISED,
+    causal_window,
     is_attention,
-    is_causal,
     nbytes,
     on_host,
 )
@@ -215,7 +215,7 @@ def _computing(eqn: JaxprEqn, rates: Rates, devices: int) -> float | None:
     shapes = [array.shape for array in arrays]
     if is_attention(eqn.primitive.name):
         (_, length, _, width), is_backward = shapes[0], any(w in eqn.primitive.name for w in ("bwd", "backward"))
-        flops = attention_flops(shapes[0], shapes[1], is_causal(eqn.params)) * (2.5 if is_backward else 1.0)
+        flops = attention_flops(shapes[0], shapes[1], *causal_window(eqn.params)) * (2.5 if is_backward else 1.0)
         return flops / devices / rates.attending(width, length)[is_backward] / 1e12
     is_dot = eqn.primitive is dot_general_p
     if (sides := _sides(eqn) if is_dot else grouped_sides(shapes)) is None:
@@ -244,11 +244,12 @@ def matmul_flops(eqn: JaxprEqn) -> float:
     return 2.0 * math.prod(made.shape) * math.prod(first.shape[d] for d in contracted)
 
 
-def attention_flops(q: tuple[int, ...], k: tuple[int, ...], causal: bool) -> float:
+def attention_flops(q: tuple[int, ...], k: tuple[int, ...], causal: bool, window: int = 0) -> float:
     """FLOPs of the forward pass, which has two matmuls; the backward pass has five. `q`, `k`: (batch, sequence, heads,
-    width)."""
-    B, S, N, H = q
-    return 2 * 2 * B * N * S * k[1] * H * (0.5 if causal else 1.0)
+    width). `window`: the keys up to its own that a query sees; 0: all."""
+    (B, S, N, H), K = q, k[1]
+    seen = min(window or K, K)
+    return 2 * 2 * B * N * S * H * (seen - seen * seen / (2 * K) if causal else K)
 
 
 def grouped_sides(shapes: Sequence[tuple[int, ...]]) -> tuple[int, int, int] | None:

@@ -201,7 +201,7 @@ def measure(group: Group, options: argparse.Namespace, then: Callable[[], None] 
                 continue
             spent[key] = (spent[key] if number > 1 else []) + times
             steps[key].facts.update(timing(spent[key], group))
-            say(f"{key}: {steps[key].facts}")
+            print(time.strftime("%X"), key, steps[key].facts, file=sys.stderr, flush=True)
             then()
     for mode in options.profile if jax.default_backend() == "gpu" else []:
         if (best := fastest(steps, mode)) is not None:
@@ -329,7 +329,3 @@ def cells(facts: dict[str, Any]) -> list[str]:
     if "mfu" in facts:
         shown.append("not known" if facts["mfu"] is None else f"{100 * facts['mfu']:.1f} %")
     return shown
-
-
-def say(what: str) -> None:
-    print(f"{time.strftime('%X')} {what}", file=sys.stderr, flush=True)

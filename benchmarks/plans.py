@@ -1,19 +1,17 @@
 """Plans against measured policies: step time and memory, predicted and measured, at three budgets for each shape.
 
     python -m benchmarks.plans predict --machine machines/h200.json [--out benchmarks/predicted/plans.json]
-    python -m benchmarks.plans measure [--predicted FILE] [--shapes NAME ...] [--near FILE ...] [--add] [--out FILE]
+    python -m benchmarks.plans measure [--predicted FILE] [--shapes NAME ...] [--near FILE ...] [--out FILE]
 
 The first needs no GPU; its file is committed before the second runs. That plans for three budgets for each shape: 2 %
 more than recomputing everything takes by XLA's plan, what the largest step takes, and the middle. It measures these
-plans beside hand-made and random policies, or those that are fast in the results `--near`. With `--add` the file keeps
-the shapes that it has.
+plans beside hand-made and random policies, or those that are fast in the results `--near`.
 """
 
 import argparse
 import dataclasses
 import json
 import random
-import sys
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -58,7 +56,7 @@ SHAPES = {
 
 def parse() -> argparse.Namespace:
     paths = {"predicted": "benchmarks/predicted/plans.json", "machine": "machines/h200.json"}
-    parser = bench.parser(__doc__, "plans", steps=1, shapes=[*SHAPES], near=[], add=False, **paths)
+    parser = bench.parser(__doc__, "plans", steps=1, shapes=[*SHAPES], near=[], **paths)
     parser.add_argument("what", choices=("predict", "measure"))
     return parser.parse_args()
 
@@ -76,7 +74,6 @@ def main() -> None:
     machine = Machine.from_json(json.dumps(before["machine"]))
     result = bench.provenance("plans", options, devices)
     result |= {"predicted": options.predicted, "machine": before["machine"], "shapes": {}}
-    result = added(json.loads(options.out.read_text()), result) if options.add else result
     for name in options.shapes:
         found = before["shapes"].get(name, {}).get("policies", {})
 
@@ -88,15 +85,6 @@ def main() -> None:
             keep({"policies": predictions(SHAPES[name], machine)})
         else:
             measure(name, found, machine, options, keep)
-
-
-def added(old: dict[str, Any], new: dict[str, Any]) -> dict[str, Any]:
-    """Return the result of this run, to which that of an earlier one is added."""
-    kind = lambda of: (of["device"].partition(" ")[2], of["versions"], of["machine"])
-    if kind(old) != kind(new):
-        sys.exit("--add: the device, the versions or the machine are not those of the file")
-    run = lambda of: {"command": of["command"], "commit": of["commit"]}
-    return new | {"runs": [*old.get("runs", [run(old)]), run(new)], "shapes": old["shapes"]}
 
 
 def options_of(shape: Shape, sizes: dict[str, Any]) -> argparse.Namespace:

@@ -154,6 +154,7 @@ STATED = [
     stated("plans-on-machine", lambda measured: slower_than_the_fastest(measured, 1), ()),
     stated("plans-on-h200", lambda measured: slower_than_the_fastest(measured, 1.001), ()),
     stated("optimizer", of_the_optimizer, pytest.mark.claim("host-state-costs")),
+    stated("optimizer-whole", lambda measured: [percent(measured["ratios"]["whole/host"] - 1)], ()),
     stated("scheduling", steps_of_four, pytest.mark.claim("scheduled-faster")),
     stated("scheduling-times", steps_of_four, pytest.mark.claim("scheduled-faster")),
 ]
@@ -219,7 +220,7 @@ TABLES = [
     stages.table(result("stages-moe")),
     stages.table(result("stages-experts")),
     stages.table(result("stages-alone")),
-    *(optimizer.table(result(name)) for name in ("optimizer", "optimizer-fsdp")),
+    *(optimizer.table(result(name)) for name in ("optimizer", "optimizer-whole", "optimizer-fsdp")),
 ]
 
 
@@ -378,6 +379,16 @@ def test_an_optimizers_state_streams_at_the_rate_of_the_bus():
     assert measured["ratios"]["update, of the bus's rate"] >= 0.85 and measured["modes"]["host"]["mfu"] >= 0.49
     on_two = result("optimizer-fsdp")
     assert on_two["equal"] and on_two["ratios"]["host/device"] <= 1.1
+
+
+@pytest.mark.claim("host-state-whole")
+def test_an_optimizers_state_that_jax_moves_whole():
+    measured, on_host = result("optimizer-whole"), result("optimizer")
+    ratios, modes = measured["ratios"], measured["modes"]
+    copied = {mode: modes[mode]["gb_each_way"] for mode in ("host", "host_float32")}
+    assert measured["equal"] and copied["host_float32"] / copied["host"] == pytest.approx(10 / 6, rel=1e-3)
+    assert ratios["whole/host by temp_gib"] == pytest.approx(2.4, abs=0.05)
+    assert (ratios["host/sgd"] - 1) / (on_host["ratios"]["host/sgd"] - 1) == pytest.approx(4, rel=0.06)
 
 
 TWO = ("h200", "h100")  # machines that were measured with two GPUs

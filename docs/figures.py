@@ -1,7 +1,7 @@
 """Draw the pictures of the pages from result files: python docs/figures.py"""
 
 import json
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -39,8 +39,16 @@ PANELS = {
 }
 
 
+TIMELINES = {"jax_offload": "JAX's offload, XLA's defaults", "ours": "jaxoffload"}
+LANES = {"compute": OTHERS, "to the host": "#d97706", "back": "#059669"}
+LANE, PX = 22, 2  # of a lane, its height; of a millisecond, its width
+
+
+def read(name: str) -> dict[str, Any]:
+    return json.loads((ROOT / f"benchmarks/results/{name}.json").read_text())
+
+
 def modes(panel: str) -> dict[str, Any]:
-    read = lambda name: json.loads((ROOT / f"benchmarks/results/{name}.json").read_text())
     return read("dense")["modes"] if panel == "One batch" else read("accumulate")["microbatches"]["8"]["modes"]
 
 
@@ -64,15 +72,42 @@ def frontier() -> str:
             yield f'<circle cx="{at}" cy="{y(ms)}" r="4" fill="{colour}"/>'
             yield f'<text x="{at + 8}" y="{y(ms) + 4 + point.down}" fill="{colour}">{point.label}</text>'
 
-    size = GAP * len(PANELS) + LEFT - 20, HEIGHT + TOP + 44
-    lines = [f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {size[0]} {size[1]}" font-family="sans-serif"']
-    lines[0] += ' font-size="12"><rect width="100%" height="100%" fill="white"/>'
-    for number, panel in enumerate(PANELS):
-        lines += [f'<g transform="translate({LEFT + GAP * number} {TOP})">', *drawn(panel), "</g>"]
-    return "\n".join([*lines, "</svg>"]) + "\n"
+    def panels() -> Iterator[str]:
+        for number, panel in enumerate(PANELS):
+            yield f'<g transform="translate({LEFT + GAP * number} {TOP})">'
+            yield from drawn(panel)
+            yield "</g>"
+
+    return svg(GAP * len(PANELS) + LEFT - 20, HEIGHT + TOP + 44, panels())
 
 
-PICTURES = {"frontier": frontier}
+def timeline() -> str:
+    """Return when the GPU computes and when it copies, in a step by JAX and by ours, as SVG."""
+    found = read("timeline")["modes"]
+    longest = max(of["step_ms"] for of in found.values())
+    block = LANE * (len(LANES) + 2)
+
+    def drawn() -> Iterator[str]:
+        for number, (mode, label) in enumerate(TIMELINES.items()):
+            top, of = 24 + block * number, found[mode]
+            yield f'<text x="10" y="{top}"><tspan font-weight="bold">{label}</tspan>: {of["step_ms"]:.0f} ms</text>'
+            for row, (lane, colour) in enumerate(LANES.items()):
+                y = top + 12 + LANE * row
+                yield f'<text x="{LEFT + 32}" y="{y + 12}" text-anchor="end" fill="{colour}">{lane}</text>'
+                for start, end in of["lanes"][lane]:
+                    x, width = LEFT + 40 + PX * start, max(1, PX * (end - start))
+                    yield f'<rect x="{x:.1f}" y="{y}" width="{width:.1f}" height="{LANE - 6}" fill="{colour}"/>'
+
+    return svg(LEFT + 60 + PX * longest, block * len(TIMELINES) + 16, drawn())
+
+
+def svg(width: float, height: float, lines: Iterable[str]) -> str:
+    head = f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {width:.0f} {height:.0f}" font-family="sans-serif"'
+    head += ' font-size="12"><rect width="100%" height="100%" fill="white"/>'
+    return "\n".join([head, *lines, "</svg>"]) + "\n"
+
+
+PICTURES = {"frontier": frontier, "timeline": timeline}
 
 if __name__ == "__main__":
     for name, draw in PICTURES.items():

@@ -82,7 +82,8 @@ def in_mib(size: float) -> str:
 
 
 def planned(config: Config, mesh: AnyMesh) -> tuple[Config, jaxoffload.Plan | None]:
-    """Return the config with the policy planned for `remat.budget`, and the plan; as it is if it has no budget.
+    """Return the config with the policy planned for `remat.budget`, and the plan; as it is if it has no budget. Where
+    nothing fits otherwise, the optimizer's state goes to the host.
 
     Raises:
       UserError: nothing fits, or nothing can be planned here.
@@ -93,5 +94,16 @@ def planned(config: Config, mesh: AnyMesh) -> tuple[Config, jaxoffload.Plan | No
     made = program(config, mesh)
     budget = None if remat.budget == "auto" else remat.budget
     how: dict[str, Any] = {"budget": budget, "host_budget": remat.host_budget, "machine": remat.machine}
-    plan = jaxoffload.plan(made.step, made.state, made.tokens, fixed=remat.fixed, **how)
+    try:
+        plan = jaxoffload.plan(made.step, made.state, made.tokens, fixed=remat.fixed, **how)
+    except proof.NothingFits:
+        if (moved := with_state_on_host(config)) is None:
+            raise
+        return planned(moved, mesh)
     return replace(config, remat=replace(remat, **asdict(plan.policy))), plan
+
+
+def with_state_on_host(config: Config) -> Config | None:
+    """Return the config with the optimizer's state on the host; None if it does not leave that open."""
+    is_open = config.train.optimizer_on_host == "auto" and config.train.virtual_stages == 1
+    return replace(config, train=replace(config.train, optimizer_on_host=True)) if is_open else None

@@ -13,7 +13,7 @@ import sys
 import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import astuple, replace
+from dataclasses import astuple
 from pathlib import Path
 from typing import Any
 
@@ -144,10 +144,9 @@ def train(config: Config) -> int:
             say(f"{out} is finished, at step {last} of {steps}")
             return 0
         compiled, fits = compile_step(made)
-        if not fits and config.train.optimizer_on_host == "auto" and config.train.virtual_stages == 1:
+        if not fits and (moved := budget.with_state_on_host(config)):
             say("so the optimizer's state goes to the host")
-            config = replace(config, train=replace(config.train, optimizer_on_host=True))
-            made = program(config, mesh, source.end)
+            config, made = moved, program(moved, mesh, source.end)
             say(budget.summary(config, made))
             compiled, _ = compile_step(made)
         state = checkpoints.resume(manager, config, made, source)

@@ -628,6 +628,11 @@ def test_a_config_has_a_budget_instead_of_decisions(capsys):
     assert train([TINY, "--report", "remat.budget=1GiB", f"remat.machine={MACHINE}", "remat.min_offload_bytes=0"]) == 0
     said = capsys.readouterr().out
     assert "ms per step" in said and "mlp/fc1.gate: offload" in said and "attn/q: save" in said
+    assert "optimizer on the host" not in said
+    less = [f"remat.machine={MACHINE}", "remat.min_offload_bytes=0", "remat.budget=105MiB"]
+    assert train([TINY, "--report", *less]) == 0 and "optimizer on the host" in capsys.readouterr().out
+    assert train([TINY, "--report", *less, "train.optimizer_on_host=false"]) == 2
+    assert "the smallest choice needs 11" in capsys.readouterr().err
     for budget, says in (("1KiB", "the smallest choice needs"), ("much", "'much' is not a size")):
         assert train([TINY, "--report", f"remat.budget={budget}", f"remat.machine={MACHINE}"]) == 2
         assert says in capsys.readouterr().err

@@ -16,6 +16,7 @@ from .choices import Choice
 
 _NEAR = 2  # choices on either side of the limit are looked at
 _MOST_SIZED = 8
+_SLACK = 0.03  # of the limit: XLA often needs less than is predicted
 _PECULIAR = 0.05  # of the limit: XLA runs kernels of two layers at once, say
 _MOVES = 0.01  # of a step: for less nothing is moved where moving nothing fits
 _GAIN = 0.003  # of a step: for less no further choice is compiled
@@ -50,10 +51,10 @@ def chosen(
     def size(choice: Choice) -> int:
         return corrected(choice, lambda choice: predicted(choice).memory.total)
 
-    def fits(choice: Choice) -> bool:
+    def fits(choice: Choice, limit: float = limit) -> bool:
         return size(choice) <= limit and predicted(choice).host <= host_limit
 
-    def at_the_limit(kind: Sequence[Choice]) -> list[Choice]:
+    def at_the_limit(kind: Sequence[Choice], limit: float) -> list[Choice]:
         """Return those on either side of the limit. What is predicted of these corrects the estimates of those beside
         them, until they stay."""
         more = dict[int, int]()  # by estimated bytes
@@ -66,9 +67,13 @@ def chosen(
             more |= {c.device: predicted(c).memory.total - c.device for c in near}
 
     def best() -> Choice:
-        """Return the fastest that seems to fit, or else the smallest."""
-        near = [choice for kind in kinds for choice in at_the_limit(kind)]
-        return _fastest(filter(fits, [*sizes, *near]), predicted, sizes) or min(near, key=size)
+        """Return the fastest that seems to fit, or at first the fastest that seems to need a little more, or else the
+        smallest."""
+        for allowed in (limit,) if sizes else (limit, (1 + _SLACK) * limit):
+            near = [choice for kind in kinds for choice in at_the_limit(kind, allowed)]
+            if found := _fastest((c for c in (*sizes, *near) if fits(c, allowed)), predicted, sizes):
+                return found
+        return min(near, key=size)
 
     most = len(sizes) + _MOST_SIZED
     while (choice := best()) not in sizes and len(sizes) < most:

@@ -1,4 +1,4 @@
-"""Flax Linen: a module's parameters are stacked and scanned under a policy. python examples/flax_linen.py"""
+"""Flax Linen: a policy in nn.remat under nn.scan, and `offload` around the loss. python examples/flax_linen.py"""
 
 import flax.linen as nn
 import jax
@@ -14,36 +14,39 @@ policy = Policy(residuals={"fc1": "offload"}, default="recompute", min_offload_b
 
 class Layer(nn.Module):
     @nn.compact
-    def __call__(self, x):
+    def __call__(self, x, _):
         fc1 = tag(nn.Dense(HIDDEN)(tag(x, "layer_input")), "fc1")
-        return x + nn.Dense(WIDTH)(tag(nn.gelu(fc1), "act"))
+        return x + nn.Dense(WIDTH)(tag(nn.gelu(fc1), "act")), None
 
 
-def forward(parameters, x):
-    run = lambda x, one: (Layer().apply(one, x), None)
-    return jaxoffload.scan(run, x, parameters, policy=policy)[0]
+class Model(nn.Module):
+    @nn.compact
+    def __call__(self, x):
+        layer = nn.remat(Layer, policy=policy, prevent_cse=False)
+        layers = nn.scan(layer, variable_axes={"params": 0}, split_rngs={"params": True}, length=LAYERS)
+        return layers()(x, None)[0]
 
 
-def loss(parameters, x, target):
-    return jnp.mean((forward(parameters, x) - target) ** 2)
+@jaxoffload.offload
+def loss(variables, x, target):
+    return jnp.mean((Model().apply(variables, x) - target) ** 2)
 
 
 def main():
     x, target = jax.random.normal(jax.random.key(1), (2, BATCH, WIDTH))
-    keys = jax.random.split(jax.random.key(0), LAYERS)
-    parameters = jax.vmap(Layer().init, in_axes=(0, None))(keys, x)  # each has a leading axis of layers
+    variables = Model().init(jax.random.key(0), x)
     optimizer = optax.adam(1e-3)
 
-    def step(parameters, state):
-        value, gradients = jax.value_and_grad(loss)(parameters, x, target)
+    def step(variables, state):
+        value, gradients = jax.value_and_grad(loss)(variables, x, target)
         updates, state = optimizer.update(gradients, state)
-        return value, optax.apply_updates(parameters, updates), state
+        return value, optax.apply_updates(variables, updates), state
 
-    print(jaxoffload.residuals(loss, parameters, x, target))
+    print(jaxoffload.residuals(loss, variables, x, target))
     train = jax.jit(step, compiler_options=jaxoffload.compiler_options())
-    state = optimizer.init(parameters)
+    state = optimizer.init(variables)
     for number in range(5):
-        value, parameters, state = train(parameters, state)
+        value, variables, state = train(variables, state)
         print(f"step {number}: loss {value:.4f}")
 
 

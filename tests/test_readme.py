@@ -1,9 +1,11 @@
 """The README: its example runs as printed, its picture is that of the files; the config block is a policy."""
 
 import importlib
+import json
 import os
 import re
 import shlex
+import subprocess
 import sys
 import tomllib
 
@@ -18,7 +20,7 @@ from pages import PAGES, README, ROOT
 from softmax_kernel import kernels, softmax
 
 import jaxoffload
-from docs import figures
+from docs import figures, notebook
 from jaxoffload import Policy, residuals
 from jaxoffload._policy import size_in_bytes
 from jaxoffload.proof import _command as commands
@@ -77,6 +79,15 @@ def test_pictures_are_those_of_the_result_files():
     for name, draw in figures.PICTURES.items():
         assert draw() == (ROOT / f"docs/images/{name}.svg").read_text()
         assert f"(docs/images/{name}.svg)" in README
+
+
+def test_the_notebook_is_the_tutorial():
+    """`python docs/notebook.py` writes it."""
+    assert notebook.notebook() == notebook.NOTEBOOK.read_text()
+    cells = json.loads(notebook.notebook())["cells"]
+    code = "\n".join(cell["source"] for cell in cells if cell["cell_type"] == "code" and "%pip" not in cell["source"])
+    printed = subprocess.run([sys.executable, "-c", code], stdout=subprocess.PIPE, text=True, check=True).stdout
+    assert printed == "".join(output["text"] for cell in cells for output in cell.get("outputs", []))
 
 
 def test_extras_that_pages_and_messages_install_exist():

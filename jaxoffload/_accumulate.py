@@ -16,7 +16,7 @@ from ._engine.layers.rows import filled, summand
 from ._engine.microbatches.by_layers import sums_by_layers
 from ._engine.microbatches.call import Call, Sums, microbatch_of, total
 from ._engine.stages.on_stages import Stages, sums_on_stages, values_on_stages
-from ._errors import deprecated
+from ._errors import UserError, deprecated
 from ._jax import as_array, convert_constvars_jaxpr, in_memory_of, without_remat3
 from ._lost_changes import warns_of_lost_changes
 from ._same_draws import warn_of_same_draws
@@ -283,7 +283,11 @@ def _traced(
     one = jax.make_jaxpr(lambda: microbatch_of(batch, 0))().out_avals
     try:
         jaxpr, shape = jax.make_jaxpr(loss, return_shape=True)(shared, params, one)
-    except TypeError as error:
+    except UserError:
+        raise
+    except Exception as error:
+        shapes = ", ".join(aval.str_short() for aval in one[:4]) + ", ..." * (len(one) > 4)
+        error.add_note(f"jaxoffload: {caller}: the loss is called with one of {len(batch[0])} microbatches: {shapes}")
         if any(map(_is_raw_key, batch)):  # whose two or four numbers are as many as the microbatches
             error.add_note(f"jaxoffload: {caller}: a batch may be a PRNG key; {_SPLIT}")
         raise

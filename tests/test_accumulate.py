@@ -308,6 +308,13 @@ def test_a_raw_key_for_as_many_microbatches_as_it_has_numbers():
     assert "split the key, one per microbatch" in error.value.__notes__[-1]
 
 
+def test_an_error_of_the_loss_says_what_a_microbatch_is():
+    tokens = jnp.zeros((4, 65), jnp.int32)  # without an axis of microbatches
+    with pytest.raises(IndexError) as error:
+        accumulate(lambda w, tokens: jnp.mean(w[tokens[:, :-1]]))(jnp.ones((10, 3)), tokens)
+    assert error.value.__notes__[-1].endswith("the loss is called with one of 4 microbatches: int32[65]")
+
+
 @pytest.mark.claim("accumulated-in-a-loop")
 def test_the_backward_pass_of_one_runs_beside_the_forward_pass_of_the_next():
     """In one loop over the layers, which holds the matmuls of both; the program does not grow with the microbatches."""

@@ -633,9 +633,8 @@ def test_a_config_has_a_budget_instead_of_decisions(capsys):
     assert train([TINY, "--report", *less]) == 0 and "optimizer on the host" in capsys.readouterr().out
     assert train([TINY, "--report", *less, "train.optimizer_on_host=false"]) == 2
     assert "the smallest choice needs 11" in capsys.readouterr().err
-    for budget, says in (("1KiB", "the smallest choice needs"), ("much", "'much' is not a size")):
-        assert train([TINY, "--report", f"remat.budget={budget}", f"remat.machine={MACHINE}"]) == 2
-        assert says in capsys.readouterr().err
+    assert train([TINY, "--report", "remat.budget=much", f"remat.machine={MACHINE}"]) == 2
+    assert "'much' is not a size" in capsys.readouterr().err
 
 
 @pytest.mark.slow

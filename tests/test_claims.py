@@ -168,6 +168,8 @@ BOUNDS = {
         "use of this GPU, less 5 %",
         "recomputing everything, if that fits: both within 1 %",
         "offload must save at least 1 % of a step",
+        "one that seems to need up to 3 % more",
+        "no other seems faster by 0.3 % of a step",
         "all within 7 %, half within 2 % | 14 % less to 14 % more",
         "within 8 %, half within 2 %, all within 16 % | 17 % less to 15 % more",
         "within 8 %, half within 3 %, all within 24 % | 27 % less to 15 % more",

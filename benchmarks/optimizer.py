@@ -1,7 +1,7 @@
 """AdamW with its state on the host, on the device, and moved there whole: layers over microbatches, bfloat16 weights.
 
     python -m benchmarks.optimizer [--layers 32 --batch 1 --seq 4096 --microbatches 32] [--out FILE]
-    python -m benchmarks.optimizer --layers 16 --modes sgd host device whole --out FILE
+    python -m benchmarks.optimizer --layers 16 --microbatches 8 --modes sgd host device whole host_float32 --out FILE
     python -m benchmarks.optimizer --fsdp 2 --batch 2 --modes host device --out FILE
 
 A step sums the gradients of the microbatches and updates. Each mode has a state of its own, so they run one after

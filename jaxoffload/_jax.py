@@ -168,8 +168,10 @@ def causal_window(params: dict[str, Any]) -> tuple[bool, int]:
     in its window; 0: all."""
     of_te = params.get("config")  # TransformerEngine's
     mask = params.get("mask_type", getattr(of_te, "attn_mask_type", None))
-    window = params.get("sliding_window_length") or getattr(of_te, "window_size", (-1,))[0] + 1
-    return window > 0 or params.get("use_causal_mask", False) or "CAUSAL" in getattr(mask, "name", ""), window
+    left, right = getattr(of_te, "window_size", (-1, -1))
+    is_causal = params.get("use_causal_mask", False) or "CAUSAL" in getattr(mask, "name", "") or right == 0
+    window = params.get("sliding_window_length") or (left + 1 if is_causal else 0)
+    return is_causal or window > 0, window
 
 
 # --- Two names of `jax._src`: JAX's function that writes the configuration of a call of cuDNN's attention, and the

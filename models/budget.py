@@ -96,11 +96,11 @@ def planned(config: Config, mesh: AnyMesh) -> tuple[Config, jaxoffload.Plan | No
     how: dict[str, Any] = {"budget": budget, "host_budget": remat.host_budget, "machine": remat.machine}
     try:
         plan = jaxoffload.plan(made.step, made.state, made.tokens, fixed=remat.fixed, **how)
+        return replace(config, remat=replace(remat, **asdict(plan.policy))), plan
     except proof.NothingFits:
         if (moved := with_state_on_host(config)) is None:
             raise
-        return planned(moved, mesh)
-    return replace(config, remat=replace(remat, **asdict(plan.policy))), plan
+    return planned(moved, mesh)
 
 
 def with_state_on_host(config: Config) -> Config | None:

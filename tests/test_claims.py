@@ -168,8 +168,8 @@ BOUNDS = {
         "use of this GPU, less 5 %",
         "recomputing everything, if that fits: both within 1 %",
         "offload must save at least 1 % of a step",
-        "one that seems to need up to 3 % more",
         "no other seems faster by 0.3 % of a step",
+        "then, with the rule of 0.3 %",
         "all within 7 %, half within 2 % | 14 % less to 14 % more",
         "within 8 %, half within 2 %, all within 16 % | 17 % less to 15 % more",
         "within 8 %, half within 3 %, all within 24 % | 27 % less to 15 % more",
@@ -288,7 +288,8 @@ def are_within(plans, error, peculiar, more):
 @pytest.mark.claim("plan-on-machine")
 def test_plans_made_on_the_machine():
     plans = list(plans_of("plans-on-machine"))
-    assert len(plans) == 15 and all(12 <= plan["seconds"] <= 49 for *_, plan in plans)
+    seconds = [plan["seconds"] for *_, plan in plans]
+    assert len(plans) == 15 and f"Planning took {min(seconds):.0f} to {max(seconds):.0f} seconds." in TEXT
     ran = [(name, budget, plan) for name, budget, plan in plans if budget["runs"]]
     assert len(ran) == 14 and sum(budget["plan / best"] > 1 for _, budget, _ in ran) == 3
     assert are_within(ran, 0.03, ("70b",), 0.06)
@@ -299,7 +300,8 @@ def test_plans_made_on_the_machine():
     slower = sorted(budget["plan / best"] for _, budget, _ in plans)
     assert len(slower) == 12 and slower[-5] <= 1.002 and slower[-4] > 1.0035
     seconds = sorted(plan["seconds"] for *_, plan in plans)
-    assert seconds[0] > 6.5 and seconds[-2] < 35 and round(seconds[-1]) == 121
+    assert f"Planning took {seconds[0]:.0f} to {seconds[-2]:.0f} seconds, for Mixtral's" in TEXT
+    assert f"without that rule, {seconds[-1]:.0f} seconds" in TEXT
     assert are_within(plans, 0.01, ("mixtral", "70b, accumulated"), 0.06)
 
 

@@ -23,7 +23,7 @@ from jaxoffload._tracing import Trial
 from jaxoffload.proof import Bus, Machine, Memory, NothingFits, predict
 from jaxoffload.proof._command import main
 from jaxoffload.proof._plan import plan as planning
-from jaxoffload.proof._plan.choices import curve_of, estimated, looked_at
+from jaxoffload.proof._plan.choices import Choice, curve_of, estimated, looked_at
 from jaxoffload.proof._plan.chosen import chosen
 from jaxoffload.proof._plan.costs import LayerCost, Step, priced
 from jaxoffload.proof._plan.names import UNTAGGED, pattern_of, policy_of
@@ -271,13 +271,25 @@ def test_the_fastest_that_fits_is_chosen(seed):
         sizes = {}
         choice = chosen(curve, limit, 10**9, predicted, lambda choice: choice.device, sizes)
         if limit < curve[0].device:
-            assert choice is None and all(size > limit for size in sizes.values())
+            assert choice is None and curve[0] in sizes and all(size > limit for size in sizes.values())
             continue
         unmoved = [c for c in curve if not c.moved and c.device <= limit and c.ns <= 1.01 * fastest(curve, limit).ns]
         assert choice.ns == min(unmoved or [fastest(curve, limit)], key=lambda c: c.ns).ns
         assert choice.device <= limit and choice.ns <= 1.01 * before
         before = min(before, choice.ns)
     assert not choice.moved
+
+
+@pytest.mark.claim("plan-compiled")
+@pytest.mark.parametrize("gain, compiled", [(0.002, 1), (0.01, 2)])
+def test_no_further_choice_is_compiled_for_a_small_gain(gain, compiled):
+    """XLA plans less than is predicted, so that a faster one fits, too."""
+    unit = frozenset({("a",)})
+    slower = Choice(10**9, 1000, 10, unit, unit, 2)
+    faster = Choice(round((1 - gain) * 10**9), 1050, 10, unit, unit, 2)
+    sizes = {}
+    choice = chosen([slower, faster], 1000, 10**9, functools.cache(guessed), lambda c: c.device - 100, sizes)
+    assert len(sizes) == compiled and choice is [slower, faster][compiled - 1]
 
 
 @pytest.mark.claim("plan-promises")

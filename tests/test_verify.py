@@ -23,6 +23,8 @@ from jax.extend.core import jaxpr_as_fun
 from jax.sharding import NamedSharding, SingleDeviceSharding
 
 from jaxoffload import Policy, _compiler_options, chain, checkpoint, compiler_options, profile, residuals, scan, tag
+from jaxoffload._engine.cost.cost import cost
+from jaxoffload._engine.cost.lone_pass import RATES
 from jaxoffload._engine.decide import plan as _plan
 from jaxoffload._engine.jaxprs.walk import walk
 from jaxoffload._engine.layers import layer as _layer
@@ -620,8 +622,16 @@ def fused(monkeypatch):
 def test_a_jax_that_cannot_be_asked_is_left_as_it_is(fused, monkeypatch):
     called = functools.partial(jax.nn.dot_product_attention, implementation="cudnn")
     heads = jax.ShapeDtypeStruct((2, 512, 8, 64), jnp.bfloat16)
-    of_te = SimpleNamespace(attn_mask_type=SimpleNamespace(name="CAUSAL_MASK"), window_size=(-1, 0))
-    assert causal_window({"config": of_te}) == (True, 0)
+    of_te = lambda mask, *window: {
+        "config": SimpleNamespace(attn_mask_type=SimpleNamespace(name=mask), window_size=window)
+    }
+    for of, found in (
+        (of_te("CAUSAL_MASK", -1, -1), (True, 0)),
+        (of_te("PADDING_CAUSAL_MASK", 127, 0), (True, 128)),
+        (of_te("NO_MASK", 64, 64), (False, 0)),
+    ):
+        assert causal_window(of) == found
+    seconds = []
     for masked, found in (
         ({}, (False, 0)),
         ({"is_causal": True}, (True, 0)),
@@ -631,6 +641,8 @@ def test_a_jax_that_cannot_be_asked_is_left_as_it_is(fused, monkeypatch):
         traced = jax.make_jaxpr(functools.partial(called, **masked))(heads, heads, heads)
         (kernel,) = [s.eqn for s in walk(traced) if re.fullmatch(CUDNN_ATTENTION, s.eqn.primitive.name)]
         assert is_attention(kernel.primitive.name) and causal_window(kernel.params) == found
+        seconds.append(cost(traced, dataclasses.replace(RATES, hbm_gb_s=1e9)).seconds)
+    assert seconds[0] > seconds[1] > seconds[2] == seconds[3]
     monkeypatch.delattr(fused, CUDNN_CONFIG)
     before = dict(vars(fused)), dict(os.environ)
     with pytest.raises(ZeroDivisionError), _exact.deterministic_attention():

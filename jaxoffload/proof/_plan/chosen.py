@@ -1,7 +1,7 @@
 """Choose from a curve: the fastest by `predict` of those that fit, by XLA's memory where XLA can be asked."""
 
 import warnings
-from collections.abc import Callable, Container, Iterable, Sequence
+from collections.abc import Callable, Collection, Container, Iterable, Sequence
 from typing import Any
 
 import jax
@@ -16,7 +16,6 @@ from .choices import Choice
 
 _NEAR = 2  # choices on either side of the limit are looked at
 _MOST_SIZED = 8
-_SLACK = 0.03  # of the limit: XLA often needs less than is predicted
 _PECULIAR = 0.05  # of the limit: XLA runs kernels of two layers at once, say
 _MOVES = 0.01  # of a step: for less nothing is moved where moving nothing fits
 _GAIN = 0.003  # of a step: for less no further choice is compiled
@@ -51,10 +50,10 @@ def chosen(
     def size(choice: Choice) -> int:
         return corrected(choice, lambda choice: predicted(choice).memory.total)
 
-    def fits(choice: Choice, limit: float = limit) -> bool:
+    def fits(choice: Choice) -> bool:
         return size(choice) <= limit and predicted(choice).host <= host_limit
 
-    def at_the_limit(kind: Sequence[Choice], limit: float) -> list[Choice]:
+    def at_the_limit(kind: Sequence[Choice]) -> list[Choice]:
         """Return those on either side of the limit. What is predicted of these corrects the estimates of those beside
         them, until they stay."""
         more = dict[int, int]()  # by estimated bytes
@@ -67,13 +66,9 @@ def chosen(
             more |= {c.device: predicted(c).memory.total - c.device for c in near}
 
     def best() -> Choice:
-        """Return the fastest that seems to fit, or at first the fastest that seems to need a little more, or else the
-        smallest."""
-        for allowed in (limit,) if sizes else (limit, (1 + _SLACK) * limit):
-            near = [choice for kind in kinds for choice in at_the_limit(kind, allowed)]
-            if found := _fastest((c for c in (*sizes, *near) if fits(c, allowed)), predicted, sizes):
-                return found
-        return min(near, key=size)
+        """Return the fastest that seems to fit, or else the smallest."""
+        near = [choice for kind in kinds for choice in at_the_limit(kind)]
+        return _fastest(filter(fits, [*sizes, *near]), predicted, sizes) or min(near, key=size)
 
     most = len(sizes) + _MOST_SIZED
     while (choice := best()) not in sizes and len(sizes) < most:
@@ -85,9 +80,13 @@ def _fastest(
     choices: Iterable[Choice], predicted: Callable[[Choice], Prediction], known: Container[Choice] = ()
 ) -> Choice | None:
     """Return the fastest of these; None if there are none. Those that move nothing come first if they are nearly as
-    fast, and of any others those that are known."""
+    fast, and of these, or of all, those that are known."""
     ms = {choice: predicted(choice).step_ms for choice in choices}
-    as_fast = lambda of, share: [choice for choice in of if ms[choice] <= (1 + share) * min(ms[each] for each in of)]
+
+    def as_fast(of: Collection[Choice], share: float) -> list[Choice]:
+        least = min((ms[choice] for choice in of), default=0.0)
+        return [choice for choice in of if ms[choice] <= (1 + share) * least]
+
     among = [choice for choice in as_fast(ms, _MOVES) if not choice.host] or [*ms]
     among = [choice for choice in as_fast(among, _GAIN) if choice in known] or among
     return min(among, key=ms.__getitem__, default=None)

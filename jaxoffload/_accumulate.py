@@ -283,7 +283,7 @@ def _traced(
     one = jax.make_jaxpr(lambda: microbatch_of(batch, 0))().out_avals
     try:
         jaxpr, shape = jax.make_jaxpr(loss, return_shape=True)(shared, params, one)
-    except UserError:
+    except UserError:  # it says what to do
         raise
     except Exception as error:
         shapes = ", ".join(aval.str_short() for aval in one[:4]) + ", ..." * (len(one) > 4)

@@ -27,8 +27,8 @@ from jaxoffload import (
     verify,
 )
 from jaxoffload._engine.host.need import held_by_arguments, need_of, refuse_what_does_not_fit
-from jaxoffload._engine.jaxprs.inline import evaluate_equations
-from jaxoffload._jax import ELEMENTWISE
+from jaxoffload._engine.jaxprs.inline import depending, evaluate_equations
+from jaxoffload._jax import ELEMENTWISE, on_host
 from jaxoffload._optimizer import placement as _placement
 from jaxoffload._optimizer import update as _update
 from jaxoffload._optimizer.rows import axes_needed, block_of
@@ -571,6 +571,18 @@ def verification():
     step = lambda w, state, x: tx.apply(jax.grad(loss)(w, x), w, state)
     weights = {"w": jax.random.normal(KEY, (4, 8, 8), jnp.bfloat16)}
     return verify(step, weights, tx.init(weights), jnp.ones((2, 8), jnp.bfloat16))
+
+
+@pytest.mark.claim("host-state-in-blocks")
+def test_no_block_comes_before_the_gradients_are_there():
+    """Else the device holds the first blocks of a step while it computes its gradients."""
+    params = params_in()
+    tx = host_optimizer(optax.adamw(1e-3), policy=ALL, shardings=ONE)
+    jaxpr = jax.make_jaxpr(tx.apply)(params, params, tx.init(params)).jaxpr
+    comes = lambda eqn: eqn.primitive.name == "device_put" and on_host(eqn.invars[0].aval)
+    after = depending(jaxpr, jaxpr.invars[: len(jax.tree.leaves(params))], lambda eqn: False)
+    fetches = [eqn for eqn in jaxpr.eqns if comes(eqn)]
+    assert len(fetches) == 2 * len(jax.tree.leaves(params)) and after.issuperset(eqn.invars[0] for eqn in fetches)
 
 
 @pytest.mark.claim("host-state-is-verified")

@@ -226,8 +226,9 @@ def drawn_search(seed):
     return step, least, frozenset(units) - least, evaluate, dice
 
 
-def drawn_curve(seed, host_budget=10**9):
+def drawn_curve(seed, host_budget=10**9, on_host=0):
     step, least, free, evaluate, dice = drawn_search(seed)
+    step = dataclasses.replace(step, on_host=on_host)
     table = looked_at(least, free, evaluate, step.stacks)
     return curve_of(step, table, host_budget), step, table, dice
 
@@ -239,7 +240,7 @@ def fastest(curve, limit):
 @pytest.mark.parametrize("seed", range(10))
 def test_no_choice_that_is_looked_at_beats_the_curve(seed):
     """By brute force, one at a time."""
-    curve, step, table, dice = drawn_curve(seed, host_budget=3000)
+    curve, step, table, dice = drawn_curve(seed, host_budget=4000, on_host=1000)
     most = max(stack.layers for stack in step.stacks)
     leaves_two = lambda n: step.resident < 2 and any(stack.layers - n == 2 for stack in step.stacks)
     counts = [n for n in range(most + 1) if n == 0 or not leaves_two(n)]
@@ -390,6 +391,20 @@ def test_promises_hold(machine, host_budget):
         assert moves(found.policy) == (found.host > 0)
     assert not found.host and kept_by(found.policy)[0] == LAYERS * (STREAM + WIDE)  # all fits: fc1 is not needed
     assert str(planned(machine=machine, budget=kib * KIB, host_budget=host_budget)) == str(found)
+
+
+@pytest.mark.claim("plan-promises")
+def test_state_on_the_host_leaves_less_of_its_budget():
+    w, x = ARGS
+    on_host = jax.sharding.SingleDeviceSharding(jax.devices()[0], memory_kind="pinned_host")
+    state = jax.device_put(jnp.zeros(256 * KIB, jnp.uint8), on_host)
+    step = lambda w, state, x: (jax.tree.map(jnp.subtract, w, jax.grad(loss)(w, x)), state)
+    of = lambda host_kib: planned(w, state, x, f=step, budget=550 * KIB, host_budget=host_kib * KIB)
+    assert [of(256 + more).host // KIB - 256 for more in (240, 239, 32)] == [240, 32, 32]  # fc1 moves, too, or not
+    with pytest.raises(NothingFits, match="the smallest choice needs 552.01 KiB"):  # of those that move nothing
+        of(256 + 15)
+    with pytest.raises(NothingFits, match="and host_budget 200.00 KiB: .* 256.00 KiB of pinned host memory"):
+        of(200)
 
 
 @pytest.mark.claim("plan-promises")

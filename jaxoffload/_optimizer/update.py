@@ -134,14 +134,15 @@ class Update:
         first = jaxpr.replace(eqns=on_device, outvars=whole, debug_info=with_unknown_names(jaxpr))
         evaluate_equations(jaxpr, with_needed_equations(first).eqns, values)
         new = dict(zip(once, read([*once.values()], values), strict=True))
-        before: list[Any] = []
+        taken = dict.fromkeys(v for _, taken in self.parts.values() for v, _ in taken if v not in self.on_host)
+        before = read([*taken], values)
         for leaves in self._loops():
             streams = [self._stream(leaf, values) for leaf in leaves]
-            if streams[0].placed.blocks == 1:  # one after another, so that the device holds the state of one
-                arrays, _ = lax.optimization_barrier((streams[0].arrays, before))
-                streams = [streams[0]._replace(arrays=arrays)]
+            # Else XLA fetches the first blocks at once, and the device holds them while gradients are computed.
+            arrays, _ = lax.optimization_barrier(([leaf.arrays for leaf in streams], before))
+            streams = [leaf._replace(arrays=of) for leaf, of in zip(streams, arrays, strict=True)]
             new |= stream(streams)
-            before = [new[n] for n in streams[0].arrays if jaxpr.invars[n] not in self.on_host]
+            before = [new[n] for leaf in streams for n in leaf.arrays if jaxpr.invars[n] not in self.on_host]
         return [new[n] for n in self.outputs]
 
     def _loops(self) -> list[list[int]]:

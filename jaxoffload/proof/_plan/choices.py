@@ -84,7 +84,7 @@ class Choice(NamedTuple):
 def curve_of(step: Step, table: Table, host_budget: int) -> list[Choice]:
     """Return the choices that no other one beats, and those that move nothing and that no other such one beats.
 
-    They are in the order of bytes per device, and need no more on the host than its budget.
+    They are in the order of bytes per device, and need no more on the host than arguments leave of its budget.
     """
     counts = _layer_counts(step)
     every = [
@@ -93,7 +93,8 @@ def curve_of(step: Step, table: Table, host_budget: int) -> list[Choice]:
         for moved in _moved_sets(step, costs)
         for layers in (counts if moved else counts[:1])
     ]
-    fitting = sorted((choice for choice in every if choice.host <= host_budget), key=_order)
+    left = max(0, host_budget - step.on_host)
+    fitting = sorted((choice for choice in every if choice.host <= left), key=_order)
     unmoved = [choice for choice in fitting if not choice.host]
     return sorted(dict.fromkeys([*_undominated(fitting), *_undominated(unmoved)]), key=_order)
 

@@ -9,6 +9,7 @@ from jax.extend.core import Jaxpr
 from jax.extend.core.primitives import remat_p
 
 from ..._engine.cost.cost import Rates, cost
+from ..._engine.host.need import held_by_arguments
 from ..._engine.jaxprs.walk import walk
 from ..._engine.layers.layer import Layer
 from ..._engine.layers.loops import is_ours
@@ -61,7 +62,7 @@ class Step:
 
     Attributes:
       seconds: outside of the layers.
-      other: bytes per device of all but residuals.
+      other: bytes per device of all but residuals; `on_host`: those of arguments in host memory.
       resident: how many of the last layers never offload.
       moved: units that go to the host in any case.
       bus: GB/s; `copying`: seconds of the device's memory for each byte that goes to the host and back.
@@ -74,6 +75,7 @@ class Step:
     bus: Bus
     copying: float
     moved: Kept = frozenset()
+    on_host: int = 0
 
 
 def priced(
@@ -104,6 +106,7 @@ def priced(
         bus=machine.bus(devices),
         copying=2 / machine.hbm_gb_s / 1e9,  # it is read, and written when it comes back
         moved=names.moved,
+        on_host=held_by_arguments(plain),
     )
     return step, names, costs
 

@@ -3,7 +3,8 @@
     python -m benchmarks.training [--config configs/llama3-8b-one-gpu.yaml] [--variants "" "KEY=VALUE ..."] [--out FILE]
 
 Each variant overrides keys of the config, separated by spaces, and has a state of its own, so they run one after
-another. All steps have one batch of random tokens, so that their losses fall.
+another. All steps have one batch of random tokens, so that their losses fall. `device_gib`: what JAX may use of the
+device, by XLA_PYTHON_CLIENT_MEM_FRACTION.
 """
 
 import argparse
@@ -19,6 +20,7 @@ import jax.numpy as jnp
 from benchmarks import bench
 from benchmarks.bench import cells, markdown
 from jaxoffload import compiler_options
+from jaxoffload.proof._program.memory import device_bytes
 from models.config import Config, load
 from models.sharding import make_mesh
 from models.step import Program, program, shardings_of
@@ -80,5 +82,6 @@ if __name__ == "__main__":
     limit_pinned_memory()
     bench.prepare()
     options = parse()
-    devices = devices_of(load(options.config, options.variants[0].split()))
-    print(table(bench.main("training", options, groups, ratios, devices, shape={"config": options.config})))
+    devices, limit = devices_of(load(options.config, options.variants[0].split())), device_bytes()
+    shape = {"config": options.config, "device_gib": limit and round(limit / bench.GIB, 2)}
+    print(table(bench.main("training", options, groups, ratios, devices, shape=shape)))

@@ -170,7 +170,8 @@ def tables(result: dict[str, Any]) -> str:
     head = ["", "step per microbatch", "device memory", "beyond weights and gradients", "model FLOP utilisation"]
     kinds = list(dict.fromkeys(kind for _, of in ran for kind in of["kernels_ms"]))
     count = result["microbatches"]
-    of_kinds = [[who, *(f"{of['kernels_ms'].get(kind, 0) / count:.1f}" for kind in kinds)] for who, of in ran]
+    milliseconds = lambda of: [f"{of['kernels_ms'].get(kind, 0) / count:.1f}" for kind in kinds]
+    of_kinds = [[who, *milliseconds(of)] for who, of in ran if of["kernels_ms"]]
     return "\n\n".join([markdown(head, *rows), markdown(["ms", *kinds], *of_kinds)])
 
 

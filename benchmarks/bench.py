@@ -23,6 +23,7 @@ from typing import Any, NamedTuple
 import jax
 
 from jaxoffload.proof import memory_plan, read_profile
+from jaxoffload.proof._program.memory import device_bytes
 from models import metrics
 
 GIB = 2**30
@@ -146,7 +147,7 @@ def compiled(traced: jax.stages.Lowered, **facts: Any) -> Step:
     facts["compile_s"] = round(time.perf_counter() - begin, 2)
     if (planned := planned_gib(program)) is None:
         return Step(None, facts | {"cannot": "XLA does not say what memory it planned"})
-    most = (jax.devices()[0].memory_stats() or {}).get("bytes_limit", math.inf) / GIB
+    most = (device_bytes() or math.inf) / GIB
     if planned["all_gib"] > most:
         return Step(None, facts | planned | {"cannot": f"the device has {most:.1f} GiB"})
     return Step(program, facts | planned)

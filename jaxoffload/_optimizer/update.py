@@ -129,13 +129,12 @@ class Update:
         jaxpr = self.jaxpr
         values = dict(zip([*jaxpr.invars, *jaxpr.constvars], [*operands, *jaxpr.consts], strict=True))
         once = {n: v for n, v in self.outputs.items() if self.leaves[n] not in self.parts}
-        whole = [*once.values(), *(v for _, taken in self.parts.values() for v, _ in taken)]
+        taken = dict.fromkeys(v for _, taken in self.parts.values() for v, _ in taken)
         on_device = [eqn for eqn in jaxpr.eqns if self.from_host.isdisjoint(variables(eqn.invars))]
-        first = jaxpr.replace(eqns=on_device, outvars=whole, debug_info=with_unknown_names(jaxpr))
+        first = jaxpr.replace(eqns=on_device, outvars=[*once.values(), *taken], debug_info=with_unknown_names(jaxpr))
         evaluate_equations(jaxpr, with_needed_equations(first).eqns, values)
         new = dict(zip(once, read([*once.values()], values), strict=True))
-        taken = dict.fromkeys(v for _, taken in self.parts.values() for v, _ in taken if v not in self.on_host)
-        before = read([*taken], values)
+        before = read([v for v in taken if v not in self.on_host], values)
         for leaves in self._loops():
             streams = [self._stream(leaf, values) for leaf in leaves]
             # Else XLA fetches the first blocks at once, and the device holds them while gradients are computed.

@@ -4,7 +4,7 @@
 
 Each variant overrides keys of the config, separated by spaces, and has a state of its own, so they run one after
 another. All steps have one batch of random tokens, so that their losses fall. `device_gib`: what JAX may use of the
-device, by XLA_PYTHON_CLIENT_MEM_FRACTION.
+device, by XLA_PYTHON_CLIENT_MEM_FRACTION; `host_gib`: what XLA may pin, by XLA_PJRT_GPU_HOST_MEMORY_LIMIT_GB.
 """
 
 import argparse
@@ -20,6 +20,7 @@ import jax.numpy as jnp
 from benchmarks import bench
 from benchmarks.bench import cells, markdown
 from jaxoffload import compiler_options
+from jaxoffload._engine.host.limit import host_pool_bytes
 from jaxoffload.proof._program.memory import device_bytes
 from models.config import Config, load
 from models.sharding import make_mesh
@@ -82,6 +83,7 @@ if __name__ == "__main__":
     limit_pinned_memory()
     bench.prepare()
     options = parse()
-    devices, limit = devices_of(load(options.config, options.variants[0].split())), device_bytes()
-    shape = {"config": options.config, "device_gib": limit and round(limit / bench.GIB, 2)}
+    devices = devices_of(load(options.config, options.variants[0].split()))
+    memory = {"device_gib": device_bytes(), "host_gib": host_pool_bytes()}
+    shape = {"config": options.config} | {name: size and round(size / bench.GIB, 2) for name, size in memory.items()}
     print(table(bench.main("training", options, groups, ratios, devices, shape=shape)))

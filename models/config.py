@@ -130,6 +130,7 @@ class Train:
     beta2: float = 0.95
     weight_decay: float = 0.1  # of matrices; norms are not decayed
     clip_norm: float = 1.0  # greatest global norm of the gradient
+    sum_dtype: Literal["float32", "bfloat16"] = "float32"  # in which bfloat16 weights' gradients are summed
     state_dtype: Literal["float32", "bfloat16"] = "float32"  # in which AdamW's moments are stored
     # AdamW's moments, and what masters have beyond bfloat16 weights, live in pinned host memory (docs/optimizer.md).
     # auto: if a GPU cannot hold the step otherwise.

@@ -95,20 +95,22 @@ def program(config: Config, mesh: AnyMesh, end: int = 0) -> Program:
 def summed_gradients(
     config: Config, loss: Callable[[nnx.State, jax.Array], tuple[jax.Array, Aux]]
 ) -> Callable[[nnx.State, jax.Array], tuple[Aux, nnx.State]]:
-    """Return (params, microbatches) -> the sums of `Aux` and of the gradients over microbatches, in float32.
+    """Return (params, microbatches) -> the sums of `Aux` and of the gradients over microbatches, in `train.sum_dtype` or
+    in a wider dtype that they have.
 
     On pipeline stages, interleaved, or one microbatch after another, as the config says; the bits are the same where
     XLA rounds alike.
     """
+    dtype = jnp.dtype(config.train.sum_dtype)
 
     def interleaved(params: nnx.State, tokens_AxMxS1: jax.Array) -> tuple[Aux, nnx.State]:
-        how = {"reduction": "sum", "sum_dtype": jnp.float32, **stages_of(config)}
+        how = {"reduction": "sum", "sum_dtype": dtype, **stages_of(config)}
         (_, aux_A), gradients = jaxoffload.accumulate(loss, has_aux=True, **how)(params, tokens_AxMxS1)
-        return total(lambda aux: aux, aux_A), gradients
+        return total(lambda aux: aux, aux_A, dtype), gradients
 
     def one_by_one(params: nnx.State, tokens_AxMxS1: jax.Array) -> tuple[Aux, nnx.State]:
         derivative = functools.partial(jax.value_and_grad(loss, has_aux=True), params)
-        (_, aux), gradients = total(derivative, tokens_AxMxS1)
+        (_, aux), gradients = total(derivative, tokens_AxMxS1, dtype)
         return aux, gradients
 
     return interleaved if config.mesh.stage > 1 or may_interleave(config.train) else one_by_one
@@ -192,13 +194,14 @@ def mean[T](sums: T, count: int) -> T:
     return jax.tree.map(lambda x: x / count, sums) if count > 1 else sums
 
 
-def total[X, T](f: Callable[[X], T], xs_A: X) -> T:
-    """Return the sum of f over the leading axis of the leaves of `xs_A`, one after another, added in float32."""
+def total[X, T](f: Callable[[X], T], xs_A: X, dtype: Any) -> T:
+    """Return the sum of f over the leading axis of the leaves of `xs_A`, one after another, added in `dtype` or in a
+    wider one that f has."""
     count = len(jax.tree.leaves(xs_A)[0])
     first = jax.tree.map(lambda x: x[0], xs_A)
     if count == 1:
         return f(first)
-    zeros = jax.tree.map(lambda x: jnp.zeros(x.shape, jnp.float32), jax.eval_shape(f, first))
+    zeros = jax.tree.map(lambda x: jnp.zeros(x.shape, jnp.promote_types(x.dtype, dtype)), jax.eval_shape(f, first))
     sums, _ = jax.lax.scan(lambda sums, x: (jax.tree.map(jnp.add, sums, f(x)), None), zeros, xs_A)
     return sums
 

@@ -95,8 +95,8 @@ def program(config: Config, mesh: AnyMesh, end: int = 0) -> Program:
 def summed_gradients(
     config: Config, loss: Callable[[nnx.State, jax.Array], tuple[jax.Array, Aux]]
 ) -> Callable[[nnx.State, jax.Array], tuple[Aux, nnx.State]]:
-    """Return (params, microbatches) -> the sums of `Aux` and of the gradients over microbatches, in `train.sum_dtype` or
-    in a wider dtype that they have.
+    """Return (params, microbatches) -> the sums of `Aux` and gradients over microbatches, in `train.sum_dtype` or in a
+    wider dtype that they have.
 
     On pipeline stages, interleaved, or one microbatch after another, as the config says; the bits are the same where
     XLA rounds alike.

@@ -18,6 +18,7 @@ import pytest
 from pages import CODE, COMMENT, PAGES, README, RESULTS, ROOT, TEXT, result, sections_naming, verified
 
 from benchmarks import accumulate, dense, frameworks, moe, optimizer, pytorch, remeasure, stages, sweep
+from benchmarks.bench import markdown
 from benchmarks.cases import SIZES, loss_of, ours, state_of
 from jaxoffload import Schedule, residuals
 from jaxoffload.grouped import te
@@ -144,10 +145,30 @@ def beside_pytorch(measured):
     return [longer, percent(share), percent(1 - of["ms"] / everything["ms"]), f"{more:.1f} times"]
 
 
-def on_one_gpu(measured):
-    (found,) = measured["modes"].values()
-    seconds, gib = f"{found['step_ms'] / 1e3:.1f} s", f"{found['all_gib']:.1f} GiB"
-    return [seconds, gib, f"{measured['shape']['device_gib']:.1f} GiB"]
+def with_32_layers(measured):
+    ours, torch = (measured["peers"][peer] for peer in ("ours", "torch"))
+    of, theirs = ours["interleaved, all moved"], torch["everything recomputed"]
+    ms = [f"{each['ms']:.0f} ms" for each in (of, theirs)]
+    less, more = percent(1 - of["ms"] / theirs["ms"]), percent(of["beyond_gib"] / theirs["beyond_gib"] - 1)
+    return [*ms, less, more, f"{100 * of['mfu']:.1f} %"]
+
+
+ON_ONE_GPU = {
+    "training": "as shipped",
+    "training-sums": "gradients summed in bfloat16: `train.sum_dtype`",
+    "training-largest": "48 layers, their inputs saved, all else recomputed",
+    "training-longest": "one sequence, the inputs of 27 layers on the host, all else recomputed",
+}
+
+
+def table_of_one_gpu():
+    def row(name, what):
+        (of,) = result(name)["modes"].values()
+        figures = f"{of['step_ms'] / 1e3:.1f} s", f"{of['all_gib']:.1f} GiB", f"{100 * of['mfu']:.1f} %"
+        return [f"{what} ([{name}.json](../benchmarks/results/{name}.json))", f"{of['tokens']:,}", *figures]
+
+    head = ["", "tokens in a step", "step", "device memory", "model FLOP utilisation"]
+    return markdown(head, *itertools.starmap(row, ON_ONE_GPU.items()))
 
 
 DIVISIONS = ("even", "falling", "skewed")
@@ -180,8 +201,7 @@ STATED = [
     stated("optimizer optimizer-update", of_the_optimizer, pytest.mark.claim("host-state-costs")),
     stated("optimizer-whole", lambda measured: [percent(measured["ratios"]["whole/host"] - 1)], ()),
     stated("training", lambda measured: [f"{100 * of['mfu']:.1f} %" for of in measured["modes"].values()], ()),
-    stated("training", on_one_gpu, pytest.mark.claim("one-gpu")),
-    stated("training-largest", lambda measured: on_one_gpu(measured)[:2], pytest.mark.claim("one-gpu")),
+    stated("pytorch-32-layers", with_32_layers, pytest.mark.claim("beside-pytorch")),
     stated("pytorch", beside_pytorch, pytest.mark.claim("beside-pytorch")),
     stated("scheduling", steps_of_four, pytest.mark.claim("scheduled-faster")),
     stated("scheduling-times", steps_of_four, pytest.mark.claim("scheduled-faster")),
@@ -252,6 +272,7 @@ TABLES = [
     stages.table(result("stages-alone")),
     *(optimizer.table(result(name)) for name in ("optimizer", "optimizer-whole", "optimizer-fsdp")),
     *pytorch.tables(result("pytorch")).split("\n\n"),
+    table_of_one_gpu(),
 ]
 
 
@@ -429,13 +450,16 @@ def test_the_same_layers_in_pytorch():
 
 @pytest.mark.claim("one-gpu")
 def test_what_trains_on_one_gpu_of_80_gb():
-    for name, billions in (("training", 8.0), ("training-largest", 11.5)):
+    for name in ON_ONE_GPU:
         measured = result(name)
         ((variant, found),) = measured["modes"].items()
-        assert found["all_gib"] < measured["shape"]["device_gib"] < 75 and found["tokens"] == 131072
-        config = load(measured["shape"]["config"], variant.split() if name == "training-largest" else [])
+        assert found["all_gib"] < measured["shape"]["device_gib"] < 75
+        assert f"{measured['shape']['device_gib']:.1f} GiB" in PAGES
+        config = load(measured["shape"]["config"], variant.split() if variant != "as it is" else [])
+        assert found["tokens"] == config.train.batch_size * config.train.seq_len
         params = program(config, abstract_mesh(config.mesh)).state.params
-        assert sum(x.size for x in jax.tree.leaves(params)) == pytest.approx(1e9 * billions, rel=6e-3)
+        billions = sum(x.size for x in jax.tree.leaves(params)) / 1e9
+        assert f"{billions:.1f} billion" in PAGES and billions > (11 if name == "training-largest" else 8)
 
 
 @pytest.mark.claim("host-state-whole")

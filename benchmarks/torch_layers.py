@@ -168,10 +168,12 @@ def layer_of(mode: str, layer: nn.Module) -> Callable[..., torch.Tensor]:
                 return moved(x, rotation)
 
         return with_hooks
-    how = {"selective checkpointing": {"context_fn": half_of_matmuls}, "everything recomputed": {}}[mode]
+    # Without a policy, a compiled checkpoint saves what an `autograd.Function` returns.
+    nothing = functools.partial(create_selective_checkpoint_contexts, [])
+    policy = {"selective checkpointing": half_of_matmuls, "everything recomputed": nothing}[mode]
+    how = {"use_reentrant": False, "preserve_rng_state": False, "context_fn": policy}
     # The checkpoint is compiled, too: around a compiled layer a policy sees no `mm`, but Inductor's own calls.
-    again = lambda x, rotation: checkpoint(layer, x, rotation, use_reentrant=False, preserve_rng_state=False, **how)
-    return compiled(again)
+    return compiled(lambda x, rotation: checkpoint(layer, x, rotation, **how))
 
 
 def mean_square(y: torch.Tensor) -> torch.Tensor:

@@ -1,6 +1,7 @@
 """Layers trained by ours and by PyTorch, on one card: step time, device memory, and where the GPU's time goes.
 
     python -m benchmarks.pytorch [--param_dtype bfloat16] [--out FILE]
+    python -m benchmarks.pytorch --case moe --out benchmarks/results/pytorch-moe.json  # Mixtral's layers, grouped GEMMs
 
 A step sums the gradients of the microbatches in the dtype of the weights, and descends along them. In each of the
 rounds a process of each peer runs all of its modes. `beyond_gib`: the device's memory without weights and gradients,
@@ -22,22 +23,25 @@ import jax
 
 from benchmarks import bench
 from benchmarks.bench import GIB, Variant, markdown
-from benchmarks.cases import SIZES, group_of, model_flops, ours, shape_of
-from benchmarks.dense import CASE
+from benchmarks.cases import SIZES, Case, group_of, model_flops, ours, shape_of
+from benchmarks.moe import CASES
 from jaxoffload.proof._program import hlo
 from jaxoffload.proof._program.kernels import ATTENTION_KERNELS, kind_of_kernel
 from jaxoffload.proof._program.trace import length, merged, traced
 from models import metrics
 
-MOVED = dict.fromkeys(CASE.moved, "offload")
-OURS = {
-    "interleaved, all moved": ours(MOVED),
-    "interleaved, gate and keys moved": ours(
-        dict.fromkeys(CASE.moved, "save") | dict.fromkeys((CASE.fc1[0], "attn/k"), "offload")
-    ),
-    "everything saved": ours(dict.fromkeys(CASE.moved, "save")),
-    "everything recomputed": ours({}),
-}
+
+def ours_of(case: Case) -> dict[str, Variant]:
+    moved, saved = (dict.fromkeys(case.moved, decision) for decision in ("offload", "save"))
+    return {
+        "interleaved, all moved": ours(moved),
+        "interleaved, gate and keys moved": ours(saved | dict.fromkeys((case.fc1[0], "attn/k"), "offload")),
+        "everything saved": ours(saved),
+        "everything recomputed": ours({}),
+    }
+
+
+OURS = tuple(ours_of(CASES["dense"]))
 TORCH = ("no checkpoint", "selective checkpointing", "everything recomputed", "moved by hooks")
 RATIOS = (
     ("interleaved, all moved", "no checkpoint", "ms"),
@@ -48,9 +52,10 @@ RATIOS = (
 
 # Kind -> the operations of a fusion, any of which decides; otherwise it is "other".
 KINDS = {
+    "activation": {"logistic", "exponential", "tanh"},
+    "routing": {"sort", "gather", "scatter"},
     "RoPE": {"concatenate"},
     "norms": {"rsqrt", "reduce"},
-    "activation": {"logistic", "exponential", "tanh"},
     "sums of gradients": {"sum"},  # a row is read, added to and written
     "copies into stacks": {"dynamic-update-slice"},
     "other": {"add", "multiply", "subtract"},
@@ -66,7 +71,7 @@ def kind_of(op: str, module: hlo.Module) -> str:
     if line is None:
         return "other"
     if known := kind_of_kernel(line):
-        return "attention" if known == ATTENTION_KERNELS else known
+        return {ATTENTION_KERNELS: "attention", "Mosaic kernels": "grouped GEMMs"}.get(known, known)
     inside = {line.opcode, *(each.opcode for each in module.called(line))}
     inside |= {"sum"} if {"dynamic-slice", "add", "dynamic-update-slice"} <= inside else set()
     return next((kind for kind, opcodes in KINDS.items() if opcodes & inside), "other")
@@ -76,7 +81,7 @@ def kernels(variant: Variant, options: argparse.Namespace) -> dict[str, float]:
     """Return the milliseconds of a step's kernels by kind, and those in which none ran. Without command buffers: in
     these a trace does not say which instruction a kernel is of."""
     alone = variant._replace(options=variant.options | {"xla_gpu_enable_command_buffer": ""})
-    group = group_of(CASE, options, {("", ""): alone}, microbatches=options.microbatches)
+    group = group_of(CASES[options.case], options, {("", ""): alone}, microbatches=options.microbatches)
     step = group.steps["", ""].run
     if step is None:
         return {}
@@ -93,9 +98,10 @@ def kernels(variant: Variant, options: argparse.Namespace) -> dict[str, float]:
 
 def run_ours(options: argparse.Namespace) -> dict[str, Any]:
     """Return the facts of each mode, as PyTorch's process prints its own."""
-    bench.prepare()
-    variants = {(mode, ""): OURS[mode] for mode in options.modes if mode in OURS}
-    group = group_of(CASE, options, variants, microbatches=options.microbatches)
+    bench.prepare(options.attention, options.grouped)
+    case = CASES[options.case]
+    variants = {(mode, ""): variant for mode, variant in ours_of(case).items() if mode in options.modes}
+    group = group_of(case, options, variants, microbatches=options.microbatches)
     made = jax.eval_shape(group.initial)
     weights, state = (sum(x.size * x.dtype.itemsize for x in jax.tree.leaves(of)) for of in (made[0], made))
     once = argparse.Namespace(steps=options.steps, rounds=0, profile=[])
@@ -119,7 +125,7 @@ def run_child(peer: str, options: argparse.Namespace, is_last: bool) -> dict[str
             command += [] if is_last else ["--no-profile"]
             subprocess.run([sys.executable, "-m", *command], check=True)
             return json.loads(Path(file.name).read_text())
-    sizes = {name: getattr(options, name) for name in (*SIZES, "microbatches")}
+    sizes = {name: getattr(options, name) for name in (*SIZES, "microbatches")} | CASES[options.case].fields
     modes = [mode for mode in TORCH if mode in options.modes]
     given = json.dumps({"modes": modes, "steps": options.steps, "sizes": sizes})
     command = ["benchmarks.torch_layers", given]
@@ -138,7 +144,7 @@ def together(rounds: list[dict[str, Any]], options: argparse.Namespace, device: 
             continue
         step_ms = statistics.median(of["step_ms"] for of in each)
         spread = [ms for of in each for ms in of["spread_ms"]]
-        flops = options.microbatches * model_flops(CASE, options)
+        flops = options.microbatches * model_flops(CASES[options.case], options)
         facts = {"ms": step_ms / options.microbatches, "step_ms": step_ms, "spread_ms": [min(spread), max(spread)]}
         facts["mfu"] = metrics.mfu(1e3 * flops / step_ms, device)
         if "peak_bytes" in each[0]:
@@ -192,7 +198,7 @@ def main(options: argparse.Namespace) -> None:
 
 
 def parse() -> argparse.Namespace:
-    more = {"layers": 8, "param_dtype": "bfloat16", "microbatches": 8, "rounds": 2, "child": False}
+    more = {"case": "dense", "layers": 8, "param_dtype": "bfloat16", "microbatches": 8, "rounds": 2, "child": False}
     more["profile"] = ["interleaved, all moved", "everything saved"]
     made = bench.parser(__doc__, "pytorch", **SIZES | more, modes=[*dict.fromkeys((*OURS, *TORCH))])
     options = made.parse_args()

@@ -1,4 +1,5 @@
-"""The layers of `benchmarks.dense` in PyTorch, trained as its users train: time, memory and kernels, printed as JSON.
+"""The layers of `benchmarks.dense` and `benchmarks.moe` in PyTorch, trained as its users train: time, memory and
+kernels, printed as JSON.
 
 `benchmarks.pytorch` runs this file in a process of its own; it needs torch, and nothing of ours.
 """
@@ -25,12 +26,14 @@ Rotation = tuple[torch.Tensor, torch.Tensor]
 
 # Kind -> the names of its kernels, the first that matches: Inductor's tell the operations that it fused.
 KINDS = {
+    "grouped GEMMs": r"GroupProblemShape|grouped",
     "attention": r"flash|fmha|sdpa|cudnn",
     "matmuls": r"nvjet|gemm|cutlass|xmma|splitK",
     "copies": r"Memcpy",
     "zeros": r"Memset|FillFunctor|fill",
-    "norms": r"rsqrt|rms|pow",
     "activation": r"silu|sigmoid",
+    "routing": r"[Ss]ort|topk|TopK|index|gather|scatter|bucketize|searchsorted",
+    "norms": r"rsqrt|rms|pow",
     "RoPE": r"(?<!con)cat_|_cat|cos|sin|neg|slice|split",
     "casts": r"triton_poi_fused__to_copy(_(view|t|transpose|clone|unsafe))*_\d+|copy_kernel|direct_copy",
     "sums of gradients": r"CUDAFunctor_add|multi_tensor_apply",
@@ -38,17 +41,17 @@ KINDS = {
 
 
 class Block(nn.Module):
-    """RMSNorm, causal grouped-query attention with RoPE, RMSNorm, SwiGLU; no biases."""
+    """RMSNorm, causal grouped-query attention with RoPE, RMSNorm, SwiGLU or experts with it; no biases."""
 
     def __init__(self, sizes: dict[str, int]):
         super().__init__()
         width, self.head_dim = sizes["d_model"], sizes["head_dim"]
-        heads, kv_heads, hidden = sizes["heads"] or width // self.head_dim, sizes["kv_heads"], width * 7 // 2
+        heads, kv_heads = sizes["heads"] or width // self.head_dim, sizes["kv_heads"]
         linear = functools.partial(nn.Linear, bias=False)
         self.attention_norm, self.mlp_norm = nn.RMSNorm(width, eps=1e-5), nn.RMSNorm(width, eps=1e-5)
         self.q, self.out = linear(width, heads * self.head_dim), linear(heads * self.head_dim, width)
         self.k, self.v = (linear(width, kv_heads * self.head_dim) for _ in "kv")
-        self.gate, self.up, self.down = linear(width, hidden), linear(width, hidden), linear(hidden, width)
+        self.mlp = Experts(sizes) if sizes["experts"] else MLP(width, width * 7 // 2)
 
     def forward(self, x: torch.Tensor, rotation: Rotation) -> torch.Tensor:
         """Return (batch, seq, d_model), as `x` is."""
@@ -57,8 +60,61 @@ class Block(nn.Module):
         q, k = (rotated(in_heads(matmul(norm)), rotation) for matmul in (self.q, self.k))
         context = F.scaled_dot_product_attention(q, k, in_heads(self.v(norm)), is_causal=True, enable_gqa=True)
         x = x + self.out(context.transpose(1, 2).flatten(2))
-        norm = self.mlp_norm(x)
-        return x + self.down(F.silu(self.gate(norm)) * self.up(norm))
+        return x + self.mlp(self.mlp_norm(x))
+
+
+class MLP(nn.Module):
+    """SwiGLU between matmuls."""
+
+    def __init__(self, width: int, hidden: int):
+        super().__init__()
+        linear = functools.partial(nn.Linear, bias=False)
+        self.gate, self.up, self.down = linear(width, hidden), linear(width, hidden), linear(hidden, width)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.down(F.silu(self.gate(x)) * self.up(x))
+
+
+class Experts(nn.Module):
+    """An MLP for each token's best experts, with the arithmetic of `models.moe`; no row is dropped, none is padded."""
+
+    def __init__(self, sizes: dict[str, int]):
+        super().__init__()
+        count, width, hidden = sizes["experts"], sizes["d_model"], sizes["d_expert"]
+        self.router, self.per_token = nn.Linear(width, count, bias=False), sizes["experts_per_token"]
+        matrices = lambda d_in, d_out: nn.Parameter(d_in**-0.5 * torch.randn(count, d_out, d_in))
+        self.gate, self.up, self.down = matrices(width, hidden), matrices(width, hidden), matrices(hidden, width)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        tokens = x.flatten(0, 1)
+        with torch.autocast(DEVICE, enabled=False):
+            scores = self.router(tokens.float()).softmax(-1)
+        weights, ids = scores.topk(self.per_token)
+        weights = weights / (weights.sum(-1, keepdim=True) + 1e-20)
+        expert_of_row, order = ids.flatten().sort(stable=True)
+        place = torch.empty_like(order).scatter(0, order, torch.arange(len(order), device=x.device))
+        every = torch.arange(len(self.gate), device=x.device)
+        ends = torch.searchsorted(expert_of_row, every, right=True, out_int32=True)
+        matmul = lambda rows, matrices: F.grouped_mm(rows, matrices.to(rows.dtype).transpose(1, 2), offs=ends)
+        rows = Moved.apply(tokens[:, None].expand(-1, self.per_token, -1).flatten(0, 1), order, place)
+        act = F.silu(matmul(rows, self.gate)) * matmul(rows, self.up)
+        # As in ours, so that the backward pass does not need the output of the last grouped GEMM.
+        act = (act.float() * Moved.apply(weights.flatten()[:, None], order, place)).to(x.dtype)
+        rows = Moved.apply(matmul(act, self.down), place, order)
+        return rows.unflatten(0, ids.shape).float().sum(1).to(x.dtype).view_as(x)
+
+
+class Moved(torch.autograd.Function):
+    """Rows in another order; autograd's own transpose would be a scatter that adds."""
+
+    @staticmethod
+    def forward(ctx: Any, rows: torch.Tensor, there: torch.Tensor, back: torch.Tensor) -> torch.Tensor:
+        ctx.save_for_backward(back)
+        return rows[there]
+
+    @staticmethod
+    def backward(ctx: Any, cotangent: torch.Tensor) -> tuple[torch.Tensor, None, None]:
+        return cotangent[ctx.saved_tensors[0]], None, None
 
 
 def rotated(x: torch.Tensor, rotation: Rotation) -> torch.Tensor:
@@ -66,8 +122,8 @@ def rotated(x: torch.Tensor, rotation: Rotation) -> torch.Tensor:
     return torch.cat((a * cos - b * sin, b * cos + a * sin), -1).to(x.dtype)
 
 
-def rotations(seq: int, head_dim: int) -> Rotation:
-    frequencies = 500000.0 ** -(torch.arange(0, head_dim, 2, dtype=torch.float32) / head_dim)
+def rotations(seq: int, head_dim: int, theta: float) -> Rotation:
+    frequencies = theta ** -(torch.arange(0, head_dim, 2, dtype=torch.float32) / head_dim)
     angles = torch.outer(torch.arange(seq, dtype=torch.float32), frequencies)
     return angles.cos(), angles.sin()
 
@@ -76,12 +132,12 @@ def half_of_matmuls() -> Any:
     """Save attention's results, and every second matmul's; recompute the rest, as torchtitan does."""
     aten, count = torch.ops.aten, {False: 0, True: 0}
     names = [name for name in dir(aten) if re.fullmatch(r"_scaled_dot_product_(flash|cudnn|efficient)_attention", name)]
-    attention = {getattr(aten, name).default for name in names}
+    attention, matmuls = {getattr(aten, name).default for name in names}, (aten.mm.default, aten._grouped_mm.default)
 
     def decide(context: Any, op: Any, *_: Any, **__: Any) -> CheckpointPolicy:
-        if op == aten.mm.default:
+        if op in matmuls:
             count[context.is_recompute] += 1
-        saved = op in attention or (op == aten.mm.default and count[context.is_recompute] % 2)
+        saved = op in attention or (op in matmuls and count[context.is_recompute] % 2)
         return CheckpointPolicy.MUST_SAVE if saved else CheckpointPolicy.PREFER_RECOMPUTE
 
     return create_selective_checkpoint_contexts(decide)
@@ -112,10 +168,12 @@ def layer_of(mode: str, layer: nn.Module) -> Callable[..., torch.Tensor]:
                 return moved(x, rotation)
 
         return with_hooks
-    how = {"selective checkpointing": {"context_fn": half_of_matmuls}, "everything recomputed": {}}[mode]
+    # Without a policy, a compiled checkpoint saves what an `autograd.Function` returns.
+    nothing = functools.partial(create_selective_checkpoint_contexts, [])
+    policy = {"selective checkpointing": half_of_matmuls, "everything recomputed": nothing}[mode]
+    how = {"use_reentrant": False, "preserve_rng_state": False, "context_fn": policy}
     # The checkpoint is compiled, too: around a compiled layer a policy sees no `mm`, but Inductor's own calls.
-    again = lambda x, rotation: checkpoint(layer, x, rotation, use_reentrant=False, preserve_rng_state=False, **how)
-    return compiled(again)
+    return compiled(lambda x, rotation: checkpoint(layer, x, rotation, **how))
 
 
 def mean_square(y: torch.Tensor) -> torch.Tensor:
@@ -150,7 +208,10 @@ def measured(mode: str, sizes: dict[str, Any], steps: int) -> dict[str, Any]:
     torch.manual_seed(0)
     with torch.device(DEVICE):
         layers = nn.ModuleList(Block(sizes) for _ in range(sizes["layers"])).to(getattr(torch, sizes["param_dtype"]))
-        rotation = rotations(sizes["seq"], sizes["head_dim"])
+        for each in layers.modules():
+            if isinstance(each, Experts):
+                each.router.float()  # as ours is
+        rotation = rotations(sizes["seq"], sizes["head_dim"], sizes["rope_theta"])
         batch = torch.randn(sizes["microbatches"], sizes["batch"], sizes["seq"], sizes["d_model"], dtype=torch.bfloat16)
     step = step_of(mode, layers, batch, rotation)
     finish = torch.cuda.synchronize if DEVICE == "cuda" else lambda: None

@@ -2,6 +2,7 @@
 
 import argparse
 import gzip
+import importlib
 import itertools
 import json
 import runpy
@@ -12,11 +13,13 @@ from subprocess import PIPE
 import common
 import jax
 import jax.numpy as jnp
+import numpy as np
 import pytest
 from common import PATIENCE, ROOT
 
 from benchmarks import bench, dense, losses, plans, pytorch, stages, timeline
-from benchmarks.cases import SIZES
+from benchmarks.cases import SIZES, layer_of, start
+from benchmarks.moe import CASES
 from jaxoffload import Policy
 from jaxoffload.proof._program import hlo
 from jaxoffload.proof._program.trace import Event
@@ -156,12 +159,51 @@ def test_ours_and_pytorch_are_put_together(monkeypatch, tmp_path, capsys):
     assert "| PyTorch, no checkpoint | 4.0 |" in printed  # a microbatch
 
 
+@pytest.mark.slow
+@pytest.mark.parametrize("name", ["dense", "moe"])
+def test_a_layer_in_pytorch_computes_what_ours_does(name):
+    torch, case = pytest.importorskip("torch"), CASES[name]
+    torch_layers = importlib.import_module("benchmarks.torch_layers")
+    sizes = SIZES | {"layers": 1, "seq": 64, "d_model": 64, "kv_heads": 1, "head_dim": 32, "attention": "xla"}
+    sizes |= {"experts": 4, "d_expert": 96, "grouped": "ragged"} | case.fields
+    options = argparse.Namespace(**sizes)
+    weights, x = jax.tree.map(lambda of: of.astype(jnp.float32), start(case, options)())
+    apply = lambda x, weights: layer_of(case, options)(x, jax.tree.map(lambda of: of[0], weights))[0]
+    with jax.numpy_rank_promotion("allow"):
+        y, (dx, gradients) = apply(x, weights), jax.grad(lambda *of: jnp.sum(jnp.sin(apply(*of))), (0, 1))(x, weights)
+
+    block = torch_layers.Block(sizes)
+    theirs = {of.removesuffix(".weight").removeprefix("mlp."): each for of, each in block.named_parameters()}
+
+    def in_torch(tree):
+        """Return PyTorch's names and layout: (out, in)."""
+        found = {}
+        for path, of in jax.tree_util.tree_leaves_with_path(tree):
+            part, *_, last = (each.key for each in path if hasattr(each, "key"))
+            norm = "attention_norm" if part == "attention" else "mlp_norm"
+            like = theirs[key := norm if last == "scale_D" else last.partition("_")[0]]
+            found[key] = torch.tensor(np.asarray(of[0] if like.ndim == 1 else of.reshape(like.mT.shape).mT))
+        return found
+
+    with torch.no_grad():
+        for of, value in in_torch(weights).items():
+            theirs[of].copy_(value)
+    given = torch.tensor(np.asarray(x), requires_grad=True)
+    found = block(given, torch_layers.rotations(sizes["seq"], sizes["head_dim"], sizes["rope_theta"]))
+    found.sin().sum().backward()
+    expected = {"y": torch.tensor(np.asarray(y)), "x": torch.tensor(np.asarray(dx)), **in_torch(gradients)}
+    computed = {"y": found.detach(), "x": given.grad, **{of: each.grad for of, each in theirs.items()}}
+    torch.testing.assert_close(computed, expected, rtol=1e-4, atol=2e-5)
+
+
 @pytest.mark.gpu
 @pytest.mark.slow
-def test_pytorch_runs_the_same_layers_in_each_mode():
+@pytest.mark.parametrize("name", ["dense", "moe"])
+def test_pytorch_runs_the_same_layers_in_each_mode(name):
     pytest.importorskip("torch")
     of = {"layers": 2, "d_model": 256, "head_dim": 64, "kv_heads": 2, "seq": 256, "microbatches": 2}
-    given = {"modes": pytorch.TORCH, "steps": 1, "sizes": SIZES | of | {"param_dtype": "bfloat16"}}
+    of |= {"d_expert": 448, "param_dtype": "bfloat16"} | CASES[name].fields
+    given = {"modes": pytorch.TORCH, "steps": 1, "sizes": SIZES | of}
     command = [sys.executable, "-m", "benchmarks.torch_layers", json.dumps(given)]
     out, err = common.start(command, stderr=PIPE, cwd=ROOT).communicate(timeout=PATIENCE)
     assert out, err
@@ -278,6 +320,7 @@ def test_what_a_kernel_computes_is_read_from_its_fusion():
         "norms": ["multiply", "reduce", "add"],
         "RoPE": ["multiply", "concatenate"],
         "activation": ["logistic", "multiply"],
+        "routing": ["concatenate", "gather", "reduce"],
         "sums of gradients": ["dynamic-slice", "add", "dynamic-update-slice"],
         "copies into stacks": ["add", "dynamic-update-slice"],
         "casts": ["convert"],

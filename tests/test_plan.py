@@ -417,6 +417,13 @@ def test_a_budget_that_nothing_fits_is_one_error():
         planned(budget=found.value.least - 1)
 
 
+def test_the_error_says_which_host_budget_would_do():
+    with pytest.raises(NothingFits) as found:
+        planned(budget=540 * KIB, host_budget=0)
+    _, budget = str(found.value).split("; by estimates another fits with host_budget ")
+    assert planned(budget=540 * KIB, host_budget=budget).host > 0
+
+
 def test_microbatches_have_two_sets_of_stacks():
     xs = of(4, *ARGS[1].shape)
     fixed = dataclasses.replace(ALL, residuals={"fc1": "offload"})

@@ -3,6 +3,7 @@
 import functools
 import json
 import os
+import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -104,7 +105,10 @@ def plan(
         choice = chosen(curve_of(step, table, on_host), limit, on_host, predicted, size_of, sizes)
     if choice is None:
         least = min(sizes, key=sizes.__getitem__)
-        raise _nothing_fits(predicted(least), limit, on_host, sizes[least], by_xla=xla(least) is not None)
+        fitting = limit - sizes[least] + least.device  # of estimated bytes
+        roomy = [other.host for other in curve_of(step, table, sys.maxsize) if other.device <= fitting]
+        more = step.on_host + min(roomy, default=0)
+        raise _nothing_fits(predicted(least), limit, on_host, sizes[least], xla(least) is not None, more)
     return Plan(
         policy=policy(choice),
         prediction=predicted(choice),
@@ -169,8 +173,11 @@ def _of_first_process(machine: Machine, limit: int, on_host: int) -> tuple[Machi
     return Machine.from_json(rates), limit, on_host
 
 
-def _nothing_fits(least: Prediction, limit: int, on_host: int, need: int, by_xla: bool) -> NothingFits:
-    """Return the error that nothing fits; the smallest choice needs so many bytes."""
+def _nothing_fits(least: Prediction, limit: int, on_host: int, need: int, by_xla: bool, more: int) -> NothingFits:
+    """Return the error that nothing fits; the smallest choice needs so many bytes.
+
+    `more`: bytes on the host with which another choice fits the device, by estimates.
+    """
     parts = {"arguments": "of arguments", "residuals": "of residuals", "other": "of gradients and what else is there"}
     sizes = sorted(least.memory._asdict().items(), key=lambda part: -part[1])
     largest = ", ".join(f"{readable(size)} {parts[name]}" for name, size in sizes)
@@ -180,4 +187,6 @@ def _nothing_fits(least: Prediction, limit: int, on_host: int, need: int, by_xla
     if least.host > on_host:
         budgets += f" and host_budget {readable(on_host)}"
         why += f", and {readable(least.host)} of pinned host memory"
+    elif more > on_host:
+        why += f"; by estimates another fits with host_budget {readable(int(1.01 * more))}"
     return NothingFits(f"plan: {budgets}: {why}", need)

@@ -37,7 +37,7 @@ from jaxoffload import (
 )
 from jaxoffload._engine.host.need import need_of
 from jaxoffload._engine.jaxprs.walk import walk
-from jaxoffload._engine.layers import rows
+from jaxoffload._engine.layers import passes, rows
 from jaxoffload._engine.microbatches.interleaved import interleaved_p
 from jaxoffload._tracing import as_reference
 from jaxoffload.grouped import grouped_matmul
@@ -132,23 +132,60 @@ def test_however_the_layers_are_divided(gpu, layers, offloaded, fields):
     assert 2 * offloaded * (ONE + STREAM) <= on_host <= 2 * (offloaded + 1) * (ONE + STREAM)
 
 
+def at_any_time(aval, length, after=()):
+    """Return a stack that XLA may allocate when it likes."""
+    return rows.empty_stack(aval, length)
+
+
 def filled_stacks(lines):
     """What XLA fills of stacks of layers before they are used."""
     return [line.shape for line in lines if line.opcode == "broadcast" and line.shape.startswith(f"bf16[{LAYERS},")]
 
 
 @pytest.mark.parametrize("decision", ["save", "offload"])
-def test_a_new_stack_is_not_written_before_it_is_used(gpu, decision):
+def test_a_new_stack_is_not_written_before_it_is_used(gpu, decision, monkeypatch):
     """On one device. There it lives as long, and as many are copied, as if it were written."""
+    monkeypatch.setattr(passes, "empty_stack", at_any_time)
     of_one = lambda: compiled(gpu, twice({"layer_input": "save", "fc1": decision}), X, weights(LAYERS))
     program = of_one()
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(rows, "lowers_for_one_device", lambda ctx: False)
-        written = of_one()
+    monkeypatch.setattr(rows, "lowers_for_one_device", lambda ctx: False)
+    written = of_one()
     assert filled_stacks(module_of(program)) == [] and len(filled_stacks(module_of(written))) >= 2
     count = lambda of: sum(line.opcode == "copy" for line in module_of(of))
     sizes = lambda of: (of.memory_analysis().temp_size_in_bytes, of.memory_analysis().host_temp_size_in_bytes)
     assert count(program) == count(written) and sizes(program) == sizes(written)
+
+
+@pytest.mark.parametrize("alone", [True, False], ids=["one device", "several"])
+def test_stacks_of_gradients_are_allocated_after_the_loss(gpu, alone, monkeypatch):
+    """And not beside its logits."""
+    if not alone:
+        monkeypatch.setattr(rows, "lowers_for_one_device", lambda ctx: False)
+    of = lambda *shape, dtype=jnp.float32: jax.ShapeDtypeStruct(shape, dtype)
+    tokens, layers, d, hidden, vocabulary = 8192, 32, 2048, 8192, 2**17
+
+    def size():
+        def layer(x, w):
+            a, b = (p.astype(x.dtype) for p in w)
+            return x + jnp.tanh(x @ a) @ b, None
+
+        def loss(params, x):
+            stack, head = params
+            y, _ = scan(layer, x, stack, policy=Policy())
+            return jnp.mean(jax.nn.logsumexp((y @ head.astype(y.dtype)).astype(jnp.float32), -1))
+
+        def step(params, x):
+            grads = jax.grad(loss)(params, x)
+            norm = sum(jnp.sum(g**2) for g in jax.tree.leaves(grads))
+            return jax.tree.map(lambda w, g: w - g / norm, params, grads)
+
+        params = (of(layers, d, hidden), of(layers, hidden, d)), of(d, vocabulary)
+        program = compiled(gpu, step, params, of(tokens, d, dtype=jnp.bfloat16), donate_argnums=0)
+        return program.memory_analysis().temp_size_in_bytes
+
+    after_the_loss = size()
+    monkeypatch.setattr(passes, "empty_stack", at_any_time)
+    assert after_the_loss < 0.85 * size()
 
 
 @pytest.mark.claim("nested-policies")

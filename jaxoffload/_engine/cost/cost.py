@@ -152,8 +152,9 @@ class _Walk:
         name, bodies = eqn.primitive.name, list(nested(eqn))
         if name in SAME:
             return operands
-        if name == UNINITIALISED and self.devices == 1:  # it is only allocated
-            return [_Array(nbytes(v.aval), written=True, read=True) for v in eqn.outvars]
+        if name == UNINITIALISED:
+            only_allocated = [_Array(nbytes(v.aval), written=True, read=True) for v in eqn.outvars]
+            return only_allocated if self.devices == 1 else self.fused(eqn, [])
         if name in IN_PLACE:
             return self.in_place(eqn, operands)
         if name == SHARD_MAP:

@@ -324,7 +324,7 @@ def empty_cotangents(loops: Loops, carry: list[Any]) -> Cotangents:
     """The cotangents before the last layer's backward pass, from those of the last carry."""
     consts_avals, _, xs_avals = split_list(loops.segments[0].jaxpr.out_avals, [loops.consts, loops.carry])
     consts = [filled(a, zero_of(a.dtype)) for a in consts_avals]
-    return Cotangents(consts, carry, [in_memory_of(a, empty_stack(a, loops.length)) for a in xs_avals])
+    return Cotangents(consts, carry, [in_memory_of(a, empty_stack(a, loops.length, carry[:1])) for a in xs_avals])
 
 
 class BackwardState(NamedTuple):

@@ -1,6 +1,7 @@
 """Rows of stacks of layers: take, put and add one, and make empty stacks."""
 
 import contextlib
+from collections.abc import Sequence
 from typing import Any
 
 import jax
@@ -48,39 +49,52 @@ def summand(x: Any, total: Any) -> Any:
     return x if x.dtype == total.dtype else x.astype(total.dtype)
 
 
-def empty_stack(aval: Any, rows: int) -> Any:
-    """Return a stack of uninitialised rows like `aval`."""
-    return filled(aval, lead=(rows,))
+def empty_stack(aval: Any, rows: int, after: Sequence[Any] = ()) -> Any:
+    """Return a stack of uninitialised rows like `aval`, allocated after these arrays are."""
+    return filled(aval, lead=(rows,), after=after)
 
 
-def _lower_uninitialised(ctx: Any, *, shape: tuple[int, ...], dtype: Any) -> Any:
+def _lower_uninitialised(ctx: Any, *after: Any, shape: tuple[int, ...], dtype: Any) -> Any:
     """XLA divides no array that it only allocates: each of several devices would make all of it. What it can divide,
-    full of one uninitialised number, is written once."""
+    full of one uninitialised number, is written once.
+
+    XLA may allocate at once what has no operands, and keep it until it is used.
+    """
     alone = lowers_for_one_device(ctx)
-    make = lambda: lax.empty(shape, dtype) if alone else lax.broadcast(lax.empty((), dtype), shape)
-    return lower_fun(make, multiple_results=False)(ctx)
+    if alone and after and ctx.module_context.platforms == ("cuda",):
+        # What JAX lowers `lax.empty` to, with operands. XLA:GPU emits no code for it.
+        make = jax.ffi.ffi_call("AllocateBuffer", jax.ShapeDtypeStruct(shape, dtype))
+    elif alone:
+        make = lambda *_: lax.empty(shape, dtype)
+    else:
+        make = lambda *after: lax.broadcast(lax.optimization_barrier((lax.empty((), dtype), *after))[0], shape)
+    return lower_fun(make, multiple_results=False)(ctx, *after)
 
 
-_uninitialised_p = define(
-    Primitive(UNINITIALISED),
-    eager=lax.empty,
-    results=jax.core.ShapedArray,
+_uninitialised_p = Primitive(UNINITIALISED)
+define(
+    _uninitialised_p,
+    eager=lambda *_, shape, dtype: lax.empty(shape, dtype),
+    results=lambda *_, shape, dtype: jax.core.ShapedArray(shape, dtype),
     lower=_lower_uninitialised,
+    batch=lambda _, after, axes, **of: (_uninitialised_p.bind(*after, **of), None),
 )
 
 
-def filled(aval: Any, fill: int | jax.Array | None = None, lead: tuple[int, ...] = ()) -> Any:
+def filled(
+    aval: Any, fill: int | jax.Array | None = None, lead: tuple[int, ...] = (), after: Sequence[Any] = ()
+) -> Any:
     """An array for values like `aval`, sharded and varying over mesh axes as they are, and full of `fill` if given.
 
     Otherwise it is uninitialised, or on several devices full of one uninitialised number. XLA would merge arrays that
-    are full of the same constant, and then copy one stack on the host to another.
+    are full of the same constant, and then copy one stack on the host to another. `after`: see `empty_stack`.
     """
     mesh, spec = aval.sharding.mesh, aval.sharding.spec
     sharding = NamedSharding(mesh, PartitionSpec(*[None] * len(lead), *spec)) if mesh.explicit_axes else None
     shape = (*lead, *aval.shape)
     fill = 0 if fill is None and looks_for_nans() else fill
     if fill is None and sharding is None:
-        array = _uninitialised_p.bind(shape=shape, dtype=aval.dtype)
+        array = _uninitialised_p.bind(*after, shape=shape, dtype=aval.dtype)
     else:
         one = lax.empty((), aval.dtype) if fill is None else lax.full((), fill, aval.dtype)
         # Explicit axes count where their mesh is set, which the caller's arguments alone may say.

@@ -163,10 +163,11 @@ def levanter(mode: str, options: argparse.Namespace, folder: str) -> dict[str, A
     import levanter.tracker
     from haliax.nn import ScanCheckpointPolicy
     from levanter.checkpoint import CheckpointerConfig
+    from levanter.distributed import DistributedConfig
     from levanter.layers.attention import default_attention_type
     from levanter.models.llama import LlamaConfig
     from levanter.models.lm_model import LmExample
-    from levanter.optim import AdamConfig
+    from levanter.optim.config import AdamConfig
     from levanter.trainer import Trainer, TrainerConfig
 
     policy = Policy({"scan(layer)__carry": "offload"})
@@ -200,6 +201,7 @@ def levanter(mode: str, options: argparse.Namespace, folder: str) -> dict[str, A
         train_batch_size=options.batch,
         num_train_steps=options.steps + SKIPPED,
         require_accelerator=False,
+        distributed=DistributedConfig(initialize_jax_distributed=False),
     )
     config.initialize()
     optimizer = AdamConfig().build(config.num_train_steps)
@@ -217,7 +219,7 @@ def levanter(mode: str, options: argparse.Namespace, folder: str) -> dict[str, A
             losses.append(info.loss)
     found = importlib.util.find_spec("transformer_engine")
     attention = str(default_attention_type()) if found or jax.default_backend() != "gpu" else "jax_flash"
-    return {"ms": ms, "loss": losses, "memory": step.compiled.memory_analysis(), "attention": attention}
+    return {"ms": ms, "loss": losses, "memory": step.memory_analysis(), "attention": attention}
 
 
 FRAMEWORKS: dict[str, Callable[..., dict[str, Any]]] = {"maxtext": maxtext, "levanter": levanter}

@@ -11,7 +11,8 @@ class Empty(type):
     def __getattr__(cls, name: str) -> Any:
         if name.startswith("__"):
             raise AttributeError(name)
-        return Empty(name, (), {"__init__": lambda self, *args, **kwargs: None})
+        setattr(cls, name, made := Empty(name, (), {"__init__": lambda self, *args, **kwargs: None}))
+        return made
 
 
 class StandIn(types.ModuleType):

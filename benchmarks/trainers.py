@@ -130,6 +130,9 @@ def maxtext(mode: str, options: argparse.Namespace, folder: str) -> dict[str, An
 
 def levanter(mode: str, options: argparse.Namespace, folder: str) -> dict[str, Any]:
     """Run Levanter's `Trainer.train_step`, and return the same."""
+    os.environ["LEVANTER_PALLAS_CE_AUTOTUNE_ON_MISS"] = (
+        "0"  # it knows no blocks for an H200: the smallest would be taken
+    )
     import equinox as eqx
     import haliax as hax
     import jmp

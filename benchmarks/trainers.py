@@ -38,6 +38,7 @@ SIZES = {
     "head_dim": 128,
     "d_ff": 14336,
     "vocab": 128256,
+    "vocab_tiles": 1,  # in which MaxText computes its loss
     "attention": "cudnn",
 }
 ATTENTION = {  # Levanter calls cuDNN through TransformerEngine alone
@@ -67,22 +68,9 @@ CUSTOM = {"remat_policy": "custom", "decoder_layer_input": "offload", "mlpwi_0":
 MAXTEXT = {"recompute": {"remat_policy": "full"}, "save": {}, "offload": CUSTOM, "ours": CUSTOM}
 # Tokenizers, kernels for TPUs, launchers, storage, trackers.
 ABSENT = {
-    "maxtext": ("drjax", "pathwaysutils", "tiktoken", "tokamax"),
-    "levanter": (
-        *("aiobotocore", "aiohttp", "botocore", "datasets", "finelog", "fray", "gcsfs", "git", "google.api_core"),
-        *(
-            "google.auth",
-            "google.cloud",
-            "iris",
-            "msgspec",
-            "pyarrow",
-            "requests",
-            "s3fs",
-            "tblib",
-            "wandb",
-            "zstandard",
-        ),
-    ),
+    "maxtext": "drjax pathwaysutils tiktoken tokamax",
+    "levanter": "aiobotocore aiohttp botocore datasets finelog fray gcsfs git google.api_core google.auth google.cloud "
+    "iris msgspec pyarrow requests s3fs tblib wandb zstandard",
 }
 
 
@@ -113,6 +101,7 @@ def maxtext(mode: str, options: argparse.Namespace, folder: str) -> dict[str, An
         "head_dim": options.head_dim,
         "base_mlp_dim": options.d_ff,
         "vocab_size": options.vocab,
+        "num_vocab_tiling": options.vocab_tiles,
         "packing": False,  # one sequence per row, for `cudnn_flash_jax` knows no segments
         "metrics_file": f"{folder}/metrics.jsonl",
         "base_output_directory": folder,
@@ -201,7 +190,7 @@ def run_here(options: argparse.Namespace) -> dict[str, Any]:
     """Run a mode in this process, which has its XLA flags; return its facts, and what is known of the framework."""
     bench.prepare(options.attention)
     (framework,), (mode,) = options.frameworks, options.modes
-    sys.meta_path.append(stand_ins := StandIns(*ABSENT[framework]))
+    sys.meta_path.append(stand_ins := StandIns(*ABSENT[framework].split()))
     with tempfile.TemporaryDirectory() as folder:
         found = FRAMEWORKS[framework](mode, options, folder)
     ms, device = found["ms"][FIRST:], jax.local_devices()[0]

@@ -119,9 +119,8 @@ def maxtext(mode: str, options: argparse.Namespace, folder: str) -> dict[str, An
 
 def levanter(mode: str, options: argparse.Namespace, folder: str) -> dict[str, Any]:
     """Run Levanter's `Trainer.train_step`, and return the same."""
-    os.environ["LEVANTER_PALLAS_CE_AUTOTUNE_ON_MISS"] = (
-        "0"  # it knows no blocks for an H200: the smallest would be taken
-    )
+    # It knows no block sizes for an H200: it would take the smallest, the first that compile.
+    os.environ["LEVANTER_PALLAS_CE_AUTOTUNE_ON_MISS"] = "0"
     import equinox as eqx
     import haliax as hax
     import jmp
@@ -134,9 +133,8 @@ def levanter(mode: str, options: argparse.Namespace, folder: str) -> dict[str, A
 
     class Offload(ScanCheckpointPolicy):
         def checkpoint(self, carry_name: str, input_name: str, layer: Any) -> Any:
-            return eqx.filter_checkpoint(
-                layer, policy=Policy({carry_name: "offload"}, min_offload_bytes=0), prevent_cse=False
-            )
+            policy = Policy({carry_name: "offload"}, min_offload_bytes=0)
+            return eqx.filter_checkpoint(layer, policy=policy, prevent_cse=False)
 
     def loss(model: Any, example: Any, *, key: Any = None) -> Any:
         return model.compute_next_token_loss(example, key=key)
@@ -239,9 +237,7 @@ def main(options: argparse.Namespace) -> None:
             of |= {"same_losses": losses[0] == losses[1]} if all(losses) else {}
             bench.write(options, result)
     names = {"maxtext": "MaxText", "levanter": "Levanter"}
-    each = [
-        (names[name], mode, of) for name, found in result["frameworks"].items() for mode, of in found["modes"].items()
-    ]
+    each = ((names[name], *item) for name, found in result["frameworks"].items() for item in found["modes"].items())
     rows = [[name, MODES[mode], *cells(of)] for name, mode, of in each if "step_ms" in of]
     print(markdown(("", "", "step", "temporary device memory"), *rows))
 

@@ -163,8 +163,11 @@ def compile_all(traced: Mapping[Key, jax.stages.Lowered]) -> dict[Key, Step]:
 def planned_gib(program: jax.stages.Compiled) -> dict[str, float] | None:
     """Return the GiB per device that XLA planned: temporaries, all that a step needs, temporaries on the host, and what
     of its state is there. None where it does not say."""
-    if (memory := memory_plan(program)) is None:
-        return None
+    return None if (memory := memory_plan(program)) is None else sizes_gib(memory)
+
+
+def sizes_gib(memory: Any) -> dict[str, float]:
+    """Return the GiB of `planned_gib`, of what `memory_analysis` returned."""
     temp, new = memory.temp_size_in_bytes, memory.output_size_in_bytes - memory.alias_size_in_bytes
     sizes = {
         "temp_gib": temp,

@@ -17,9 +17,10 @@ import numpy as np
 import pytest
 from common import PATIENCE, ROOT
 
-from benchmarks import bench, dense, losses, plans, pytorch, stages, timeline
+from benchmarks import bench, dense, losses, plans, pytorch, stages, timeline, trainers
 from benchmarks.cases import SIZES, layer_of, start
 from benchmarks.moe import CASES
+from benchmarks.stand_ins import StandIns
 from jaxoffload import Policy
 from jaxoffload.proof._program import hlo
 from jaxoffload.proof._program.trace import Event
@@ -214,6 +215,52 @@ def test_pytorch_runs_the_same_layers_in_each_mode(name):
     some, most = (peak[mode] - peak["everything recomputed"] for mode in ("selective checkpointing", "no checkpoint"))
     assert 0.25 * most < some < most  # attention's results alone would be an eighth
     assert peak["moved by hooks"] < peak["no checkpoint"]
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("name, modes", [("maxtext", 4), ("levanter", 3)])
+def test_a_framework_trains_in_each_mode(name, modes, tmp_path):
+    """Its own training step, on which ours computes the same: in the environment of `make recipes`, or in this one."""
+    own, path = ROOT / f".recipes/{name}/bin/python", tmp_path / "trainers.json"
+    python = str(own) if own.exists() else sys.executable
+    begin = lambda *arguments, **options: common.start([python, *arguments], cwd=ROOT, stderr=PIPE, **options)
+    probe = begin("-c", f"import {name}, benchmarks.bench")
+    if (said := probe.communicate(timeout=PATIENCE)[1]) and probe.returncode:
+        pytest.skip(f"needs {name}: {said.splitlines()[-1]}")
+    sizes = "--layers 2 --seq 256 --d_model 64 --heads 2 --kv_heads 1 --head_dim 32 --d_ff 128 --vocab 128 --steps 1"
+    command = f"-m benchmarks.trainers --attention xla {sizes} --frameworks {name} --out {path}"
+    printed, said = begin(*command.split()).communicate(timeout=PATIENCE)
+    result = json.loads(path.read_text())
+    assert list(result)[:5] == ["device", "versions", "command", "commit", "shape"]
+    found = result["frameworks"][name]
+    assert len(found["modes"]) == modes and all("step_ms" in of for of in found["modes"].values()), said
+    assert set(found["stand_ins"]) <= set(trainers.ABSENT[name].split())
+    losses = [of["losses"] for of in found["modes"].values()]
+    for each in losses:
+        assert each == sorted(each, reverse=True)  # the tokens are the same in each step
+        assert each == pytest.approx(losses[0], rel=2**-8)  # bfloat16's rounding
+    assert len([line for line in printed.splitlines() if " ms" in line]) == modes
+
+
+def test_an_absent_package_has_a_stand_in(monkeypatch):
+    stand_ins = StandIns("absent", "email.absent", "argparse")
+    monkeypatch.setattr(sys, "meta_path", [*sys.meta_path, stand_ins])
+    try:
+        from email.absent import Base
+
+        import absent.part
+
+        class Derived(Base, absent.part.Other): ...
+
+        assert isinstance(Derived(1, two=2), absent.part.Other | None) and isinstance(Base.Inner, type)
+        assert stand_ins.used == {"absent", "email.absent"}
+        with pytest.raises(AttributeError):
+            _ = absent.__version__
+        with pytest.raises(ModuleNotFoundError):
+            import absent_as_well  # noqa: F401
+    finally:
+        for name in ("absent", "absent.part", "email.absent"):
+            sys.modules.pop(name, None)
 
 
 # -------------------------------------------------------------------------------------------------- compiled and timed

@@ -236,10 +236,15 @@ def main(options: argparse.Namespace) -> None:
             losses = [modes.get(name, {}).get("losses") for name in ("offload", "ours")]
             of |= {"same_losses": losses[0] == losses[1]} if all(losses) else {}
             bench.write(options, result)
+    print(table(result))
+
+
+def table(result: dict[str, Any]) -> str:
+    """Return the results as a Markdown table."""
     names = {"maxtext": "MaxText", "levanter": "Levanter"}
     each = ((names[name], *item) for name, found in result["frameworks"].items() for item in found["modes"].items())
     rows = [[name, MODES[mode], *cells(of)] for name, mode, of in each if "step_ms" in of]
-    print(markdown(("", "", "step", "temporary device memory"), *rows))
+    return markdown(("", "", "step", "temporary device memory"), *rows)
 
 
 def parse() -> argparse.Namespace:

@@ -17,7 +17,7 @@ import jax
 import pytest
 from pages import CODE, COMMENT, PAGES, README, RESULTS, ROOT, TEXT, result, sections_naming, verified
 
-from benchmarks import accumulate, dense, frameworks, moe, optimizer, pytorch, remeasure, stages, sweep
+from benchmarks import accumulate, dense, frameworks, moe, optimizer, pytorch, remeasure, stages, sweep, trainers
 from benchmarks.bench import markdown
 from benchmarks.cases import SIZES, loss_of, ours, state_of
 from jaxoffload import Schedule, residuals
@@ -161,6 +161,14 @@ def with_32_layers(measured):
     return [*ms, less, more, f"{100 * of['mfu']:.1f} %"]
 
 
+def in_their_trainers(measured):
+    of = {name: found["ratios"] for name, found in measured["frameworks"].items()}
+    maxtext, levanter = of["maxtext"], of["levanter"]
+    less = [percent(1 - maxtext[f"ours/{mode}"]) for mode in ("offload", "recompute", "save")]
+    less += [percent(1 - levanter["ours/offload"]), percent(levanter["ours/recompute"] - 1)]
+    return [*less, percent(maxtext["ours/save by temp_gib"]), percent(levanter["ours/recompute by temp_gib"])]
+
+
 ON_ONE_GPU = {
     "training": "as shipped",
     "training-sums": "gradients summed in bfloat16: `train.sum_dtype`",
@@ -209,6 +217,7 @@ STATED = [
     stated("optimizer optimizer-update", of_the_optimizer, pytest.mark.claim("host-state-costs")),
     stated("optimizer-whole", lambda measured: [percent(measured["ratios"]["whole/host"] - 1)], ()),
     stated("training", lambda measured: [f"{100 * of['mfu']:.1f} %" for of in measured["modes"].values()], ()),
+    stated("trainers", in_their_trainers, pytest.mark.claim("in-their-trainers")),
     stated("pytorch", more_than_pytorch, pytest.mark.claim("beside-pytorch")),
     stated("pytorch-32-layers", with_32_layers, pytest.mark.claim("beside-pytorch")),
     stated("pytorch", beside_pytorch, pytest.mark.claim("beside-pytorch")),
@@ -274,6 +283,7 @@ ACCUMULATED = [accumulate.table(result(name)) for name in sorted(JSON) if name.s
 TABLES = [
     dense.table(result("dense")),
     frameworks.table(result("frameworks")),
+    trainers.table(result("trainers")),
     *ACCUMULATED,
     stages.table(result("stages")),
     stages.table(result("stages-moe")),
@@ -786,6 +796,7 @@ VARIANTS = {
     "frameworks": lambda options: frameworks.MODES,
     "optimizer": lambda options: optimizer.MODES,
     "pytorch": lambda options: dict.fromkeys((*pytorch.OURS, *pytorch.TORCH), ()),
+    "trainers": lambda options: dict.fromkeys(trainers.MODES, ()),
 }
 PROGRAMS = (*VARIANTS, "sweep", "grouped", "losses", "plans", "timeline", "training")
 PARSERS = {name: importlib.import_module(f"benchmarks.{name}").parse for name in PROGRAMS}

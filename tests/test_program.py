@@ -786,6 +786,33 @@ def test_the_device_holds_four_blocks_of_an_optimizers_state(gpu):
     assert few == many < 4 * block
 
 
+@pytest.mark.claim("host-state-in-blocks")
+def test_an_optimizers_state_on_the_host_leaves_the_device(gpu):
+    """All of it: a step of layers needs so much less device memory, although blocks of it come and go."""
+    where = SingleDeviceSharding(jax.devices("cpu")[0])
+    params = tuple(w.update(dtype=jnp.bfloat16) for w in weights(32)[:2])
+    x = jax.ShapeDtypeStruct((16 * BATCH, DIM), jnp.bfloat16)
+
+    def small(x, w):
+        return x + jnp.tanh(tag(x @ w[0], "fc1")) @ w[1], None
+
+    def bytes_with(default):
+        policy = Policy(default=default, min_offload_bytes=0)
+        tx = host_optimizer(CLIPPED, policy=policy, shardings=where, masters=True, state_dtype=jnp.bfloat16)
+        loss = lambda w, x: jnp.sum(scan(small, x, w, policy=Policy())[0].astype(jnp.float32))
+        gradients = lambda w, x: jax.grad(loss)(w, x)
+        if default == "offload":  # described GPUs have no arguments on the host
+            program = compiled(gpu, lambda w, x: tx.apply(gradients(w, x), w, tx.init(w)), params, x, donate_argnums=0)
+        else:
+            step = lambda w, state, x: tx.apply(gradients(w, x), w, state)
+            program = compiled(gpu, step, params, jax.eval_shape(tx.init, params), x, donate_argnums=(0, 1))
+        memory = memory_plan(program)
+        return memory.argument_size_in_bytes + memory.temp_size_in_bytes, tx.placements(params).host_bytes
+
+    (on_device, _), (on_host, state) = bytes_with("save"), bytes_with("offload")
+    assert abs((on_device - on_host) / state - 1) <= 0.001
+
+
 @pytest.mark.parametrize("kind", [AxisType.Auto, AxisType.Explicit], ids=str)
 def test_each_gpu_streams_its_own_part_of_an_optimizers_state(two_gpus, kind):
     """The GPUs exchange the norm of the gradients, and nothing else."""

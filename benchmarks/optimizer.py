@@ -31,7 +31,7 @@ from jaxoffload.proof._predict.measure import bus
 from jaxoffload.proof._program.exact import repeatable_options
 
 MODES = {
-    "sgd": "no optimizer: weights descend along the gradients",
+    "sgd": "plain SGD, which has no state",
     "host": "state on the host, moments in bfloat16",
     "host_float32": "state on the host, moments in float32",
     "device": "state on the device, moments in bfloat16",
@@ -142,8 +142,9 @@ def ratios(modes: dict[str, Any], options: argparse.Namespace) -> dict[str, floa
 def table(result: dict[str, Any]) -> str:
     """Return the results as a Markdown table."""
     ran = ((what, result["modes"].get(mode, {})) for mode, what in MODES.items())
-    head = ("", "step", "temporary device memory", "model FLOP utilisation")
-    return markdown(head, *([what, *cells(of), ""][:4] for what, of in ran if "ms" in of))
+    of_all = lambda of: of | {"temp_gib": of["all_gib"]}  # with weights, gradients and state
+    head = ("", "step", "device memory", "model FLOP utilisation")
+    return markdown(head, *([what, *cells(of_all(of)), ""][:4] for what, of in ran if "ms" in of))
 
 
 def parse() -> argparse.Namespace:

@@ -5,7 +5,7 @@
 MaxText: its `train.py` under its configuration of Llama 3 8B for GPUs, with what `maxtext` and `MAXTEXT` change, and
 the XLA flags of its script for one machine. Levanter: its `Trainer` and its Llama; it ships no flags for GPUs. Both
 train float32 weights in bfloat16 by AdamW. Each mode is a process of its own. `step_ms`: the median of the times that
-the framework takes of its steps, without the first; `temp_gib`, `all_gib`: what XLA planned; `peak_gib`: the most that
+the framework takes of its steps, without the first three; `temp_gib`, `all_gib`: what XLA planned; `peak_gib`: the most that
 was allocated, initialisation included. Packages that a dense model's step does not use need not be installed:
 `stand_ins` names those for which there was an empty module.
 """
@@ -50,6 +50,7 @@ MODES = {
     "recompute": "everything recomputed",
     "save": "matmuls and attention saved, as its configuration for GPUs has it",
     "offload": "its own offload",
+    "offload_flags": "its own offload, under our XLA flags",
     "ours": "**jaxoffload**, the same offloaded",
 }
 FIRST = 3  # steps that are not counted: they compile, and clocks rise
@@ -65,7 +66,9 @@ MAXTEXT_FLAGS = """
 --xla_disable_hlo_passes=rematerialization
 """
 CUSTOM = {"remat_policy": "custom", "decoder_layer_input": "offload", "mlpwi_0": "offload"}
-MAXTEXT = {"recompute": {"remat_policy": "full"}, "save": {}, "offload": CUSTOM, "ours": CUSTOM}
+MAXTEXT = {"recompute": {"remat_policy": "full"}, "save": {}} | dict.fromkeys(
+    ("offload", "offload_flags", "ours"), CUSTOM
+)
 # Tokenizers, kernels for TPUs, launchers, storage, trackers.
 ABSENT = {
     "maxtext": "drjax pathwaysutils tiktoken tokamax",
@@ -81,7 +84,7 @@ def maxtext(mode: str, options: argparse.Namespace, folder: str) -> dict[str, An
     from maxtext.layers.nnx_decoders import NNXDecoder
     from maxtext.trainers.pre_train import train
 
-    planned: list[Any] = []  # what it prints of the compiled step
+    planned: list[Any] = []  # the memory analysis that it prints
     train.max_utils.print_compiled_memory_stats = lambda memory, prefix="": planned.append(memory)
     if mode == "ours":
         policy = lambda of: Policy.from_maxtext(of.config.tensors_on_device, of.config.tensors_to_offload)
@@ -139,7 +142,8 @@ def levanter(mode: str, options: argparse.Namespace, folder: str) -> dict[str, A
     def loss(model: Any, example: Any, *, key: Any = None) -> Any:
         return model.compute_next_token_loss(example, key=key)
 
-    kept = {"recompute": True, "offload": ScanCheckpointPolicy(save_carries="offload"), "ours": Offload()}
+    theirs = ScanCheckpointPolicy(save_carries="offload")
+    kept = {"recompute": True, "offload": theirs, "offload_flags": theirs, "ours": Offload()}
     model = LlamaConfig(
         max_seq_len=options.seq,
         hidden_dim=options.d_model,
@@ -208,7 +212,7 @@ def run_child(framework: str, mode: str, options: argparse.Namespace) -> dict[st
     """Run a mode in a process with one GPU and the mode's XLA flags, and return what `run_here` does."""
     with tempfile.TemporaryDirectory() as folder:
         theirs = " ".join(MAXTEXT_FLAGS.split()) if framework == "maxtext" else ""
-        flags = write_xla_flags(f"{folder}/copies.pbtxt") if mode == "ours" else theirs
+        flags = write_xla_flags(f"{folder}/copies.pbtxt") if mode in ("offload_flags", "ours") else theirs
         environment = {"CUDA_VISIBLE_DEVICES": "0"} | os.environ | {"XLA_FLAGS": flags}
         arguments = [f"--{name}={getattr(options, name)}" for name in (*SIZES, "steps")]
         arguments += ["--frameworks", framework, "--modes", mode, "--child", "--out", f"{folder}/facts.json"]
@@ -232,7 +236,7 @@ def main(options: argparse.Namespace) -> None:
             result["device"] = found.get("device", result["device"])
             result["versions"] |= found.get("versions", {})
             of |= found.get("framework", {})
-            of["ratios"] = bench.ratios(modes, [("ours", other) for other in ("offload", "recompute", "save")])
+            of["ratios"] = bench.ratios(modes, [("ours", other) for other in MODES if other != "ours"])
             losses = [modes.get(name, {}).get("losses") for name in ("offload", "ours")]
             of |= {"same_losses": losses[0] == losses[1]} if all(losses) else {}
             bench.write(options, result)

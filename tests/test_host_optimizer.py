@@ -490,6 +490,19 @@ def test_trees_of_other_parameters_are_refused():
         tx.apply({"table": params["table"]}, params, state)
     with pytest.raises(TypeError, match="state must be as what init returns for params, got "):
         tx.apply(params, params, params)  # in the wrong order, perhaps
+    with pytest.raises(TypeError, match=r"params is the state; the order is not that of tx\.update"):
+        tx.apply(params, state, params)
+    with pytest.raises(
+        TypeError, match="got a tuple; give what this optimizer's init returns, not the transformation's"
+    ):
+        tx.apply(params, params, optax.adam(1e-3).init(params))
+
+
+@pytest.mark.parametrize("method", ["init", "placements", "state_shardings"])
+def test_what_is_no_array_is_named(method):
+    tx = host_optimizer(optax.adam(1e-3), shardings=ONE)
+    with pytest.raises(TypeError, match=r"params\['rate'\] must be an array, got 0.5; leave out what is no array"):
+        getattr(tx, method)(params_in() | {"rate": 0.5})
 
 
 def test_more_than_the_pool_holds_is_refused_before_it_is_made(monkeypatch):

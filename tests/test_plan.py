@@ -19,6 +19,7 @@ from jax.experimental import multihost_utils
 
 from jaxoffload import Policy, Schedule, accumulate, checkpoint, plan, residuals, scan, tag, verify
 from jaxoffload._engine.cost.cost import cost
+from jaxoffload._text import readable
 from jaxoffload._tracing import Trial
 from jaxoffload.proof import Bus, Machine, Memory, NothingFits, predict
 from jaxoffload.proof._command import main
@@ -417,11 +418,20 @@ def test_a_budget_that_nothing_fits_is_one_error():
         planned(budget=found.value.least - 1)
 
 
-def test_the_error_says_which_host_budget_would_do():
-    with pytest.raises(NothingFits) as found:
-        planned(budget=540 * KIB, host_budget=0)
-    _, budget = str(found.value).split("; by estimates another fits with host_budget ")
-    assert planned(budget=540 * KIB, host_budget=budget).host > 0
+@pytest.mark.parametrize("kib", [*range(500, 552, 4)])
+def test_the_error_says_which_host_budget_would_do(kib):
+    """If one would, of those that are too small."""
+    for host_kib in (0, 8, 32):
+        try:
+            toy(kib, host_budget=host_kib * KIB)
+        except NothingFits as why:
+            _, _, said = str(why).partition("; another choice is predicted to fit with host_budget ")
+            budget, _, instead = said.partition(" instead of ")
+            if said:
+                assert instead.startswith(readable(host_kib * KIB)) and planned(budget=kib * KIB, host_budget=budget)
+            else:
+                with pytest.raises(NothingFits):
+                    toy(kib)
 
 
 def test_microbatches_have_two_sets_of_stacks():

@@ -132,7 +132,7 @@ def test_however_the_layers_are_divided(gpu, layers, offloaded, fields):
     assert 2 * offloaded * (ONE + STREAM) <= on_host <= 2 * (offloaded + 1) * (ONE + STREAM)
 
 
-def at_any_time(aval, length, after=(), number=0):
+def at_any_time(aval, length, after=()):
     """Return a stack that XLA may allocate when it likes."""
     return rows.empty_stack(aval, length)
 
@@ -145,7 +145,6 @@ def filled_stacks(lines):
 @pytest.mark.parametrize("decision", ["save", "offload"])
 def test_a_new_stack_is_not_written_before_it_is_used(gpu, decision, monkeypatch):
     """On one device. There it lives as long, and as many are copied, as if it were written."""
-    monkeypatch.setattr(passes, "empty_stack", at_any_time)
     of_one = lambda: compiled(gpu, twice({"layer_input": "save", "fc1": decision}), X, weights(LAYERS))
     program = of_one()
     monkeypatch.setattr(rows, "lowers_for_one_device", lambda ctx: False)
@@ -153,12 +152,15 @@ def test_a_new_stack_is_not_written_before_it_is_used(gpu, decision, monkeypatch
     assert filled_stacks(module_of(program)) == [] and len(filled_stacks(module_of(written))) >= 2
     count = lambda of: sum(line.opcode == "copy" for line in module_of(of))
     sizes = lambda of: (of.memory_analysis().temp_size_in_bytes, of.memory_analysis().host_temp_size_in_bytes)
-    assert count(program) == count(written) and sizes(program) == sizes(written)
+    (device, host), (more, host_too) = sizes(program), sizes(written)
+    assert count(program) == count(written) and host == host_too
+    assert device <= more <= 1.0001 * device  # the numbers that fill stacks have buffers
 
 
 @pytest.mark.parametrize("alone", [True, False], ids=["one device", "several"])
-def test_stacks_of_gradients_are_allocated_after_the_loss(gpu, alone, monkeypatch):
-    """And not beside its logits. Two of one shape are not one stack and its copy."""
+@pytest.mark.parametrize("scans", [1, 2])
+def test_stacks_of_gradients_are_allocated_after_the_loss(gpu, scans, alone, monkeypatch):
+    """And not beside its logits. Those of one shape, in one scan or in two, are not one stack and its copies."""
     if not alone:
         monkeypatch.setattr(rows, "lowers_for_one_device", lambda ctx: False)
     of = lambda *shape, dtype=jnp.float32: jax.ShapeDtypeStruct(shape, dtype)
@@ -166,21 +168,24 @@ def test_stacks_of_gradients_are_allocated_after_the_loss(gpu, alone, monkeypatc
     up, down = of(layers, d, hidden), of(layers, hidden, d)
 
     def size_and_copies():
-        def layer(x, w):
+        def layer(carry, w):
+            total, x = carry  # whose gradient is known before that of x
             gate, up, down = (p.astype(x.dtype) for p in w)
-            return x + (jnp.tanh(x @ gate) * (x @ up)) @ down, None
+            x += (jnp.tanh(x @ gate) * (x @ up)) @ down
+            return (total + jnp.mean(x.astype(jnp.float32)), x), None
 
         def loss(params, x):
-            stack, head = params
-            y, _ = scan(layer, x, stack, policy=Policy())
-            return jnp.mean(jax.nn.logsumexp((y @ head.astype(y.dtype)).astype(jnp.float32), -1))
+            *stacks, head = params
+            each = [scan(layer, (jnp.float32(0), x), stack, policy=Policy())[0] for stack in stacks]
+            total, y = jax.tree.map(lambda *of: sum(of), *each)
+            return jnp.mean(jax.nn.logsumexp((y @ head.astype(y.dtype)).astype(jnp.float32), -1)) + 0.01 * total
 
         def step(params, x):
             grads = jax.grad(loss)(params, x)
             norm = sum(jnp.sum(g**2) for g in jax.tree.leaves(grads))
             return jax.tree.map(lambda w, g: w - g / norm, params, grads)
 
-        x, params = of(tokens, d, dtype=jnp.bfloat16), ((up, up, down), of(d, vocabulary))
+        x, params = of(tokens, d, dtype=jnp.bfloat16), (*[(up, up, down)] * scans, of(d, vocabulary))
         program = compiled(gpu, step, params, x, donate_argnums=0)
         copies = sum(line.opcode == "copy" for line in module_of(program))
         return program.memory_analysis().temp_size_in_bytes, copies
@@ -188,7 +193,7 @@ def test_stacks_of_gradients_are_allocated_after_the_loss(gpu, alone, monkeypatc
     size, copies = size_and_copies()
     monkeypatch.setattr(passes, "empty_stack", at_any_time)
     larger, as_many = size_and_copies()
-    assert size < 0.9 * larger and copies == as_many
+    assert copies == as_many and size < (0.9 if scans == 1 else 1.0001) * larger
 
 
 @pytest.mark.claim("nested-policies")

@@ -110,6 +110,13 @@ def _tower(x, w):
     return jnp.tanh(tag(jax.jit(lambda h: tag(h @ w, "fc2"))(h), "out")), jnp.sum(h)
 
 
+def test_tags_in_a_scan_of_jaxs_are_noted():
+    args = normal(0, (4, 8)), normal(1, (N, 8, 8))
+    (note,) = residuals(lambda x, w: jnp.sum(lax.scan(_tower, x, w)[0] ** 2), *args).notes
+    assert "no jaxoffload.Policy decides about layer_input: tags count in jaxoffload.scan" in note
+    assert residuals(lambda x, w: jnp.sum(scan(_tower, x, w, policy=policy({}))[0] ** 2), *args).notes == ()
+
+
 @pytest.mark.parametrize("kind", ["scan", "checkpoint", "jitted"])
 def test_what_jaxs_checkpoint_keeps_under_a_policy_has_its_names(kind):
     """And the totals stay those of autodiff."""

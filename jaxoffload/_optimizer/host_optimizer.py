@@ -34,6 +34,9 @@ class HostState(NamedTuple):
 
 
 _OFFLOAD = Policy(default="offload")
+_APPLY = "host_optimizer: apply(gradients, params, state):"
+_GRADIENTS_MUST_BE = f"{_APPLY} gradients must be as params, got"
+_STATE_MUST_BE = f"{_APPLY} state must be as what init returns for params, got"
 
 
 def host_optimizer(
@@ -107,7 +110,7 @@ class HostOptimizer:
 
     def init(self, params: Any) -> HostState:
         """Return the state of parameters, each array where `placements` says, sharded as its parameter."""
-        state, placements = jax.eval_shape(self.first_state, params), self.placements(params)
+        state, placements = self._shape_of_state(params), self.placements(params)
         need = sum(placed.bytes_per_device for placed in placements if placed.place == "host")
         if (pool := host_pool_bytes()) is not None and need > pool:
             what = f"the state needs {readable(need)} per device, and the pinned host pool holds {readable(pool)}"
@@ -121,7 +124,7 @@ class HostOptimizer:
         """Return the parameters after a step, and the new state. Call it in jit, and donate `params` and `state`.
 
         jit pairs what is donated with results of the same shape and dtype in order, whatever memory they are in. So
-        let your step take parameters and state in the order in which it returns them, or give it `out_shardings`.
+        let your step take parameters and state in the order in which it returns them.
 
         Args:
           gradients: as `params`, in any floating dtype.
@@ -131,7 +134,12 @@ class HostOptimizer:
         Raises:
           TypeError: gradients or state are not those of `params`.
         """
-        _check_trees(gradients, params, state, jax.eval_shape(self.first_state, params))
+        if isinstance(params, HostState):
+            raise TypeError(f"{_APPLY} params is the state; the order is not that of tx.update")
+        if not isinstance(state, HostState):
+            other = f"a {type(state).__name__}; give what this optimizer's init returns, not the transformation's"
+            raise TypeError(f"{_STATE_MUST_BE} {other}")
+        _check_trees(gradients, params, state, self._shape_of_state(params))
         update = self._update(self.updated, gradients, params, state)
         there = lambda x: x if on_host(jax.typeof(x)) else _there_p.bind(x)
         given, tree = jax.tree.flatten((gradients, params, state))
@@ -143,13 +151,13 @@ class HostOptimizer:
 
     def placements(self, params: Any) -> Placements:
         """Return where the state of parameters, or of their shapes and dtypes, lives; printed, it is a table."""
-        state = jax.eval_shape(self.first_state, params)
+        state = self._shape_of_state(params)
         return Placements(self._update(self.updated, params, params, state).placements)
 
     def state_shardings(self, params: Any) -> HostState:
         """Return the shardings of the state, with the memory that each array is in: for `jax.jit`'s `out_shardings`, or
         to read a checkpoint. Parameters may be given as shapes, dtypes and shardings."""
-        state, placements = jax.eval_shape(self.first_state, params), self.placements(params)
+        state, placements = self._shape_of_state(params), self.placements(params)
 
         def of(leaf: int | None, x: Any) -> Any:
             placed = placements[leaf or 0]
@@ -162,6 +170,13 @@ class HostOptimizer:
 
         leaves, tree = jax.tree.flatten(state)
         return jax.tree.unflatten(tree, map(of, owners(state, params), leaves))
+
+    def _shape_of_state(self, params: Any) -> HostState:
+        for path, x in tree_leaves_with_path(params):
+            if not hasattr(x, "dtype"):
+                advice = "leave out what is no array, as with eqx.partition(model, eqx.is_inexact_array)"
+                raise TypeError(f"host_optimizer: params{keystr(path)} must be an array, got {short(x)}; {advice}")
+        return jax.eval_shape(self.first_state, params)
 
     def _update(self, f: Callable[..., Any], *args: Any) -> Update:
         """Return `f` of these trees, divided. It updates the last, the state; the others are as the parameters."""
@@ -244,5 +259,5 @@ def _check_trees(gradients: Any, params: Any, state: Any, first: Any) -> None:
         arrays = lambda tree: [f"{keystr(path)} {dtype(x)}{list(x.shape)}" for path, x in tree_leaves_with_path(tree)]
         if arrays(given) != arrays(like):
             differ = [array for array in arrays(given) if array not in arrays(like)] or ["fewer arrays"]
-            of = "params" if name == "gradients" else "what init returns for params"
-            raise TypeError(f"host_optimizer: apply(gradients, params, state): {name} must be as {of}, got {differ[0]}")
+            must_be = _GRADIENTS_MUST_BE if name == "gradients" else _STATE_MUST_BE
+            raise TypeError(f"{must_be} {differ[0]}")

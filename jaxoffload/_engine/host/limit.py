@@ -18,7 +18,7 @@ class HostPoolError(UserError, ValueError):
     """The environment gives the pinned host pool a size that is not one."""
 
     def __init__(self, why: str):
-        super().__init__([Problem(_POOL, f"{_POOL}: {why}")])
+        super().__init__([Problem(POOL, f"{POOL}: {why}")])
 
 
 def host_pool_bytes() -> int | None:
@@ -30,7 +30,7 @@ def host_pool_bytes() -> int | None:
     Raises:
       HostPoolError: that variable is not a number above 0, or, on a GPU, not a whole one.
     """
-    limit, on_gpu = os.environ.get(_POOL), jax.default_backend() == "gpu"
+    limit, on_gpu = os.environ.get(POOL), jax.default_backend() == "gpu"
     if not limit:
         preallocate = os.environ.get("XLA_PJRT_GPU_HOST_MEMORY_PREALLOCATE", "").lower() in ("1", "true")
         return (16 if preallocate else 64) * GIB if on_gpu else None
@@ -46,7 +46,7 @@ def host_pool_bytes() -> int | None:
     return int(size)
 
 
-_POOL = "XLA_PJRT_GPU_HOST_MEMORY_LIMIT_GB"
+POOL = "XLA_PJRT_GPU_HOST_MEMORY_LIMIT_GB"
 
 
 class HostPoolFull(UserError, MemoryError):
@@ -74,7 +74,7 @@ class HostPoolFull(UserError, MemoryError):
         self, caller: str, what: str, need: int, pool: int, layers: int | None, whole: bool, *, instead: str = ""
     ):
         less = f" (offload_layers: {layers})" if layers is not None else ""
-        advice = f"offload less{less}{instead}, or set a larger {_POOL} before JAX starts{_CONSTRAIN if whole else ''}"
+        advice = f"offload less{less}{instead}, or set a larger {POOL} before JAX starts{_CONSTRAIN if whole else ''}"
         super().__init__([Problem(caller, f"{caller}: {what}; {advice}")])
         self.need, self.pool, self.layers = need, pool, layers
 

@@ -21,7 +21,7 @@ import jax.numpy as jnp
 from jax import lax
 from jax.extend.core import jaxpr_as_fun
 
-from ..._jax import add_jaxvals, in_memory_of, on_device, on_host, zero_of
+from ..._jax import add_jaxvals, in_memory_of, on_device, zero_of
 from ..host.need import Stack
 from ..jaxprs.flat import straight
 from ..jaxprs.source import Source
@@ -324,13 +324,7 @@ def empty_cotangents(loops: Loops, carry: list[Any]) -> Cotangents:
     """The cotangents before the last layer's backward pass, from those of the last carry."""
     consts_avals, _, xs_avals = split_list(loops.segments[0].jaxpr.out_avals, [loops.consts, loops.carry])
     consts = [filled(a, zero_of(a.dtype)) for a in consts_avals]
-
-    def empty(number: int, aval: Any) -> Any:
-        # XLA makes a new stack on the host only of one that needs nothing.
-        after = () if on_host(aval) else carry[:1]
-        return in_memory_of(aval, empty_stack(aval, loops.length, after, number))
-
-    return Cotangents(consts, carry, [empty(number, aval) for number, aval in enumerate(xs_avals)])
+    return Cotangents(consts, carry, [in_memory_of(a, empty_stack(a, loops.length, carry)) for a in xs_avals])
 
 
 class BackwardState(NamedTuple):

@@ -6,7 +6,6 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 from jax import lax
 from jax.extend.core import Primitive
 from jax.sharding import NamedSharding, PartitionSpec
@@ -50,38 +49,39 @@ def summand(x: Any, total: Any) -> Any:
     return x if x.dtype == total.dtype else x.astype(total.dtype)
 
 
-def empty_stack(aval: Any, rows: int, after: Sequence[Any] = (), number: int = 0) -> Any:
-    """Return a stack of uninitialised rows like `aval`.
-
-    It is allocated after the arrays `after` are computed. XLA takes two stacks of one shape after the same array for
-    one, and copies it, unless they have other numbers.
-    """
-    return filled(aval, lead=(rows,), after=after, number=number)
+def empty_stack(aval: Any, rows: int, after: Sequence[Any] = ()) -> Any:
+    """Return a stack of uninitialised rows like `aval`, allocated after these arrays are computed."""
+    return filled(aval, lead=(rows,), after=after)
 
 
-def _lower_uninitialised(ctx: Any, *after: Any, shape: tuple[int, ...], dtype: Any, number: int) -> Any:
+def _lower_uninitialised(ctx: Any, *after: Any, shape: tuple[int, ...], dtype: Any) -> Any:
     """XLA divides no array that it only allocates: each of several devices would make all of it. What it can divide,
     full of one uninitialised number, is written once.
 
-    XLA may allocate at once what has no operands, and keep it until it is used.
+    XLA may allocate what has no operands at the start of the program.
     """
     alone = lowers_for_one_device(ctx)
     if alone and after and ctx.module_context.platforms == ("cuda",):
-        # What JAX lowers `lax.empty` to, with operands. XLA:GPU emits no code for it.
+        # JAX lowers `lax.empty` to a call of this target without operands. With some XLA:GPU emits no code for it
+        # either, but merges equal calls: hence an operand of its own for each.
         allocate = jax.ffi.ffi_call("AllocateBuffer", jax.ShapeDtypeStruct(shape, dtype))
-        make = lambda *after: allocate(*after, number=np.int32(number))
+        make = lambda *after: allocate(lax.empty((), dtype), *after)
     elif alone:
         make = lambda *_: lax.empty(shape, dtype)
     else:
-        make = lambda *after: lax.broadcast(lax.optimization_barrier((lax.empty((), dtype), *after))[0], shape)
+        make = lambda *after: lax.broadcast(_computed_after(lax.empty((), dtype), after), shape)
     return lower_fun(make, multiple_results=False)(ctx, *after)
+
+
+def _computed_after(x: Any, others: Sequence[Any]) -> Any:
+    return lax.optimization_barrier((x, *others))[0] if others else x
 
 
 _uninitialised_p = Primitive(UNINITIALISED)
 define(
     _uninitialised_p,
-    eager=lambda *_, shape, dtype, number: lax.empty(shape, dtype),
-    results=lambda *_, shape, dtype, number: jax.core.ShapedArray(shape, dtype),
+    eager=lambda *_, shape, dtype: lax.empty(shape, dtype),
+    results=lambda *_, shape, dtype: jax.core.ShapedArray(shape, dtype),
     lower=_lower_uninitialised,
     batch=lambda _, after, axes, **of: (_uninitialised_p.bind(*after, **of), None),
 )
@@ -91,14 +91,12 @@ def filled(
     aval: Any,
     fill: int | jax.Array | None = None,
     lead: tuple[int, ...] = (),
-    *,
     after: Sequence[Any] = (),
-    number: int = 0,
 ) -> Any:
     """An array for values like `aval`, sharded and varying over mesh axes as they are, and full of `fill` if given.
 
     Otherwise it is uninitialised, or on several devices full of one uninitialised number. XLA would merge arrays that
-    are full of the same constant, and then copy one stack on the host to another. `after`, `number`: as for
+    are full of the same constant, and then copy one stack on the host to another. `after`: as for
     `empty_stack`.
     """
     mesh, spec = aval.sharding.mesh, aval.sharding.spec
@@ -106,11 +104,11 @@ def filled(
     shape = (*lead, *aval.shape)
     fill = 0 if fill is None and looks_for_nans() else fill
     if fill is None and sharding is None:
-        array = _uninitialised_p.bind(*after, shape=shape, dtype=aval.dtype, number=number)
+        array = _uninitialised_p.bind(*after, shape=shape, dtype=aval.dtype)
     else:
         one = lax.empty((), aval.dtype) if fill is None else lax.full((), fill, aval.dtype)
         # Explicit axes count where their mesh is set, which the caller's arguments alone may say.
         with jax.sharding.use_abstract_mesh(mesh) if sharding else contextlib.nullcontext():
-            array = lax.broadcast(one, shape, out_sharding=sharding)
+            array = lax.broadcast(_computed_after(one, after), shape, out_sharding=sharding)
     varying = tuple(aval.manual_axis_type.varying)
     return lax.pcast(array, varying, to="varying") if varying else array

@@ -12,7 +12,7 @@ import jax
 import numpy as np
 from jax.experimental import multihost_utils
 
-from ..._engine.host.limit import host_pool_bytes
+from ..._engine.host.limit import POOL, host_pool_bytes
 from ..._jax import without_remat3
 from ..._policy import Policy, check_switches, size_in_bytes
 from ..._text import GIB, readable, short
@@ -105,9 +105,9 @@ def plan(
         choice = chosen(curve_of(step, table, on_host), limit, on_host, predicted, size_of, sizes)
     if choice is None:
         least = min(sizes, key=sizes.__getitem__)
-        fitting = limit - sizes[least] + least.device  # of estimated bytes
-        roomy = [other.host for other in curve_of(step, table, sys.maxsize) if other.device <= fitting]
-        more = step.on_host + min(roomy, default=0)
+        anywhere = curve_of(step, table, sys.maxsize)
+        other = chosen(anywhere, limit, sys.maxsize, predicted, lambda choice: predicted(choice).memory.total, {})
+        more = predicted(other).host if other else 0
         raise _nothing_fits(predicted(least), limit, on_host, sizes[least], xla(least) is not None, more)
     return Plan(
         policy=policy(choice),
@@ -176,7 +176,7 @@ def _of_first_process(machine: Machine, limit: int, on_host: int) -> tuple[Machi
 def _nothing_fits(least: Prediction, limit: int, on_host: int, need: int, by_xla: bool, more: int) -> NothingFits:
     """Return the error that nothing fits; the smallest choice needs so many bytes.
 
-    `more`: bytes on the host with which another choice fits the device, by estimates.
+    `more`: bytes on the host with which another choice fits the device, as predicted; 0 if none does.
     """
     parts = {"arguments": "of arguments", "residuals": "of residuals", "other": "of gradients and what else is there"}
     sizes = sorted(least.memory._asdict().items(), key=lambda part: -part[1])
@@ -188,5 +188,8 @@ def _nothing_fits(least: Prediction, limit: int, on_host: int, need: int, by_xla
         budgets += f" and host_budget {readable(on_host)}"
         why += f", and {readable(least.host)} of pinned host memory"
     elif more > on_host:
-        why += f"; by estimates another fits with host_budget {readable(int(1.01 * more))}"
+        why += (
+            f"; another choice is predicted to fit with host_budget {readable(int(1.01 * more))} instead of "
+            f"{readable(on_host)}, for which {POOL} must be large enough"
+        )
     return NothingFits(f"plan: {budgets}: {why}", need)

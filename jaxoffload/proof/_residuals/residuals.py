@@ -107,7 +107,10 @@ def _table(jaxpr: Jaxpr, passed: Sequence[Any], rows: Mapping[int, int]) -> Resi
     for name, row in plans.rows.items():
         lines[name] += _not_kept(row, plans.recomputed[name], of_named.get(name, 1), bool(lines[name]))
     notes = [note for plan in plans.plans for note in plan.notes]
-    notes += [_BY_JAX] * any(isinstance(policy, Policy) for policy in plans.policies)
+    by_jax = any(isinstance(policy, Policy) for policy in plans.policies)
+    undecided = dict.fromkeys(name for line in others for name in line.names)
+    notes += [_BY_JAX] * by_jax
+    notes += [_UNDECIDED.format(", ".join(undecided))] * (bool(undecided) and not plans.rows and not by_jax)
     notes += [_RUNS_AGAIN] * (plans.overlap or plans.rerun)
     return Residuals((*_merged(itertools.chain(*lines.values())), *others), tuple(dict.fromkeys(notes)))
 
@@ -115,6 +118,10 @@ def _table(jaxpr: Jaxpr, passed: Sequence[Any], rows: Mapping[int, int]) -> Resi
 _IS_A_STEP = (
     "the function differentiates what is in it, as a training step does, and keeps its residuals to itself; give the "
     "loss that it differentiates, with the arguments of one microbatch"
+)
+_UNDECIDED = (
+    "no jaxoffload.Policy decides about {}: tags count in jaxoffload.scan, chain and checkpoint, or in "
+    "jaxoffload.offload(loss), under a jax.checkpoint with a Policy"
 )
 _BY_JAX = (
     "a jax.checkpoint has a Policy: JAX itself runs that, so its copies do not overlap, it has no layers, and what it "

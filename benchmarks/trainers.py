@@ -5,8 +5,8 @@
 MaxText: its `train.py` under its configuration of Llama 3 8B for GPUs, with what `maxtext` and `MAXTEXT` change, and
 the XLA flags of its script for one machine. Levanter: its `Trainer` and its Llama; it ships no flags for GPUs. Both
 train float32 weights in bfloat16 by AdamW. Each mode is a process of its own. `step_ms`: the median of the times that
-the framework takes of its steps, without the first three; `temp_gib`, `all_gib`: what XLA planned; `peak_gib`: the most that
-was allocated, initialisation included. Packages that a dense model's step does not use need not be installed:
+the framework takes of its steps, without the first three; `temp_gib`, `all_gib`: what XLA planned; `peak_gib`: the most
+that was allocated, initialisation included. Packages that a dense model's step does not use need not be installed:
 `stand_ins` names those for which there was an empty module.
 """
 

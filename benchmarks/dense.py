@@ -106,7 +106,7 @@ WHAT = {
     "remat": "JAX, everything recomputed",
     "jax_offload": "JAX, the two residuals offloaded, XLA's defaults",
     "jax_offload_tuned": "JAX, the two residuals offloaded, the best options found",
-    "ours": "**jaxoffload**, the two residuals offloaded",
+    "ours": "**jaxoffload**, the two residuals offloaded, the rest recomputed",
     "ours_best": "**jaxoffload**, as much as fits in the memory that full recomputation takes",
 }
 

@@ -327,9 +327,9 @@ def markdown(*rows: Sequence[str]) -> str:
     return "\n".join([head, f"|{'---|' * len(rows[0])}", *others])
 
 
-def cells(facts: dict[str, Any]) -> list[str]:
+def cells(facts: dict[str, Any], memory: str = "temp_gib") -> list[str]:
     """Return what a table shows of a step, or of its microbatch: time, memory, and utilisation where it is recorded."""
-    shown = [f"{facts.get('ms', facts.get('step_ms')):.0f} ms", f"{facts['temp_gib']:.1f} GiB"]
+    shown = [f"{facts.get('ms', facts.get('step_ms')):.0f} ms", f"{facts[memory]:.1f} GiB"]
     if "mfu" in facts:
         shown.append("not known" if facts["mfu"] is None else f"{100 * facts['mfu']:.1f} %")
     return shown

@@ -142,9 +142,8 @@ def ratios(modes: dict[str, Any], options: argparse.Namespace) -> dict[str, floa
 def table(result: dict[str, Any]) -> str:
     """Return the results as a Markdown table."""
     ran = ((what, result["modes"].get(mode, {})) for mode, what in MODES.items())
-    of_all = lambda of: of | {"temp_gib": of["all_gib"]}  # with weights, gradients and state
     head = ("", "step", "device memory", "model FLOP utilisation")
-    return markdown(head, *([what, *cells(of_all(of)), ""][:4] for what, of in ran if "ms" in of))
+    return markdown(head, *([what, *cells(of, "all_gib"), ""][:4] for what, of in ran if "ms" in of))
 
 
 def parse() -> argparse.Namespace:

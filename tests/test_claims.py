@@ -473,6 +473,18 @@ def test_the_same_layers_in_pytorch():
     assert 1.8 < nothing["all_gib"] / of["all_gib"] < 2 and nothing["ms"] < of["ms"] < everything["ms"]
 
 
+@pytest.mark.claim("in-their-trainers")
+def test_the_losses_in_their_trainers_are_as_close_as_the_page_says():
+    page, found = " ".join((ROOT / "docs/frameworks.md").read_text().split()), result("trainers")["frameworks"]
+    assert "MaxText's differ by at most 0.002, Levanter's by up to 0.54 in one step" in page
+    spread = {}
+    for name, of in found.items():
+        steps = zip(*(mode["losses"] for mode in of["modes"].values()), strict=True)
+        spread[name] = [max(losses) - min(losses) for losses in steps]
+    assert max(spread["maxtext"]) < 0.002
+    assert max(spread["levanter"]) == pytest.approx(0.54, abs=0.005) and spread["levanter"][-1] < 0.003
+
+
 @pytest.mark.claim("one-gpu")
 def test_what_trains_on_one_gpu_of_80_gb():
     for name in ON_ONE_GPU:
@@ -485,6 +497,14 @@ def test_what_trains_on_one_gpu_of_80_gb():
         params = program(config, abstract_mesh(config.mesh)).state.params
         billions = sum(x.size for x in jax.tree.leaves(params)) / 1e9
         assert f"{billions:.1f} billion" in PAGES and billions > (11 if name == "training-largest" else 8)
+    of = {name: next(iter(result(name)["modes"].values())) for name in ON_ONE_GPU}
+    readme, (state, inputs) = (
+        " ".join(README.split()),
+        (of["training-longest"][f"host_{k}_gib"] for k in ("state", "temp")),
+    )
+    assert f"{state:.1f} GiB, XLA pins another {inputs:.1f} GiB" in " ".join(PAGES.split())
+    assert "75 GiB of one GPU train Llama 3 8B, a model of 11.5 billion parameters" in readme  # the largest, above
+    assert f"a sequence of {of['training-longest']['tokens']:,} tokens" in readme
 
 
 @pytest.mark.claim("host-state-whole")

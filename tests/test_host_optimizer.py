@@ -492,9 +492,7 @@ def test_trees_of_other_parameters_are_refused():
         tx.apply(params, params, params)  # in the wrong order, perhaps
     with pytest.raises(TypeError, match=r"params is the state; the order is not that of tx\.update"):
         tx.apply(params, state, params)
-    with pytest.raises(
-        TypeError, match="got a tuple; give what this optimizer's init returns, not the transformation's"
-    ):
+    with pytest.raises(TypeError, match="got a tuple; the transformation's own init makes another"):
         tx.apply(params, params, optax.adam(1e-3).init(params))
 
 

@@ -35,8 +35,6 @@ class HostState(NamedTuple):
 
 _OFFLOAD = Policy(default="offload")
 _APPLY = "host_optimizer: apply(gradients, params, state):"
-_GRADIENTS_MUST_BE = f"{_APPLY} gradients must be as params, got"
-_STATE_MUST_BE = f"{_APPLY} state must be as what init returns for params, got"
 
 
 def host_optimizer(
@@ -70,6 +68,7 @@ def host_optimizer(
       TypeError: an argument is of another type.
 
     Raises (when `init`, `apply` or `placements` is called, before anything is compiled):
+      TypeError: a parameter is no array.
       PolicyError: a pattern matches no parameter, or says recompute.
       NotImplementedError: `tx` mixes the layers of a stack, or arrays, whose state is on the host.
       ValueError: the compiler may divide the parameters, and `shardings` is None.
@@ -137,8 +136,7 @@ class HostOptimizer:
         if isinstance(params, HostState):
             raise TypeError(f"{_APPLY} params is the state; the order is not that of tx.update")
         if not isinstance(state, HostState):
-            other = f"a {type(state).__name__}; give what this optimizer's init returns, not the transformation's"
-            raise TypeError(f"{_STATE_MUST_BE} {other}")
+            raise _differs("state", f"a {type(state).__name__}; the transformation's own init makes another")
         _check_trees(gradients, params, state, self._shape_of_state(params))
         update = self._update(self.updated, gradients, params, state)
         there = lambda x: x if on_host(jax.typeof(x)) else _there_p.bind(x)
@@ -259,5 +257,9 @@ def _check_trees(gradients: Any, params: Any, state: Any, first: Any) -> None:
         arrays = lambda tree: [f"{keystr(path)} {dtype(x)}{list(x.shape)}" for path, x in tree_leaves_with_path(tree)]
         if arrays(given) != arrays(like):
             differ = [array for array in arrays(given) if array not in arrays(like)] or ["fewer arrays"]
-            must_be = _GRADIENTS_MUST_BE if name == "gradients" else _STATE_MUST_BE
-            raise TypeError(f"{must_be} {differ[0]}")
+            raise _differs(name, differ[0])
+
+
+def _differs(name: str, got: str) -> TypeError:
+    like = "params" if name == "gradients" else "what init returns for params"
+    return TypeError(f"{_APPLY} {name} must be as {like}, got {got}")

@@ -88,16 +88,12 @@ define(
 
 
 def filled(
-    aval: Any,
-    fill: int | jax.Array | None = None,
-    lead: tuple[int, ...] = (),
-    after: Sequence[Any] = (),
+    aval: Any, fill: int | jax.Array | None = None, lead: tuple[int, ...] = (), after: Sequence[Any] = ()
 ) -> Any:
     """An array for values like `aval`, sharded and varying over mesh axes as they are, and full of `fill` if given.
 
     Otherwise it is uninitialised, or on several devices full of one uninitialised number. XLA would merge arrays that
-    are full of the same constant, and then copy one stack on the host to another. `after`: as for
-    `empty_stack`.
+    are full of the same constant, and then copy one stack on the host to another. `after`: see `empty_stack`.
     """
     mesh, spec = aval.sharding.mesh, aval.sharding.spec
     sharding = NamedSharding(mesh, PartitionSpec(*[None] * len(lead), *spec)) if mesh.explicit_axes else None

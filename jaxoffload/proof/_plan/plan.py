@@ -94,7 +94,8 @@ def plan(
     predicted = functools.cache(lambda choice: predict(f, *args, machine=rates, policy=policy(choice)))
     lower = lowering(f, args) if compile and are_on_gpus(args) else None
     xla = functools.cache(lambda choice: compiled_bytes(lower, args, policy(choice)) if lower else None)
-    size_of = lambda choice: xla(choice) or predicted(choice).memory.total
+    estimate = lambda choice: predicted(choice).memory.total
+    size_of = lambda choice: xla(choice) or estimate(choice)
     sizes: dict[Choice, int] = {}
     choices = curve_of(step, table, on_host)
     choice = chosen(choices, limit, on_host, predicted, size_of, sizes)
@@ -105,8 +106,7 @@ def plan(
         choice = chosen(curve_of(step, table, on_host), limit, on_host, predicted, size_of, sizes)
     if choice is None:
         least = min(sizes, key=sizes.__getitem__)
-        anywhere = curve_of(step, table, sys.maxsize)
-        other = chosen(anywhere, limit, sys.maxsize, predicted, lambda choice: predicted(choice).memory.total, {})
+        other = chosen(curve_of(step, table, sys.maxsize), limit, sys.maxsize, predicted, estimate, {})
         more = predicted(other).host if other else 0
         raise _nothing_fits(predicted(least), limit, on_host, sizes[least], xla(least) is not None, more)
     return Plan(

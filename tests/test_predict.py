@@ -159,7 +159,7 @@ def test_accumulate_has_both_passes_to_hide_the_copies_of_both_behind(ends_copy_
 
 def test_what_stays_on_the_device_at_the_ends_is_in_its_memory():
     """At sizes at which `accumulate` keeps some of it."""
-    d, hidden, rows = 4096, 14336, 16384
+    d, hidden, rows = 8192, 14336, 16384
     layer = lambda x, w: (x + jax.nn.silu(tag(tag(x, "x") @ w[0], "fc1")) @ w[1], None)
     bf16 = functools.partial(of, dtype=jnp.bfloat16)
     args = (bf16(LAYERS, d, hidden), bf16(LAYERS, hidden, d)), bf16(2, rows, d)

@@ -70,9 +70,10 @@ def kind_of(op: str, module: hlo.Module) -> str:
     line = next((lines[op] for lines in module.computations.values() if op in lines), None)
     if line is None:
         return "other"
-    if known := kind_of_kernel(line):
+    every = [line, *module.called(line)]
+    if known := next(filter(None, map(kind_of_kernel, every)), None):
         return {ATTENTION_KERNELS: "attention", "Mosaic kernels": "grouped GEMMs"}.get(known, known)
-    inside = {line.opcode, *(each.opcode for each in module.called(line))}
+    inside = {each.opcode for each in every}
     inside |= {"sum"} if {"dynamic-slice", "add", "dynamic-update-slice"} <= inside else set()
     return next((kind for kind, opcodes in KINDS.items() if opcodes & inside), "other")
 

@@ -131,6 +131,8 @@ MATMULS = {"dot_general", "ragged_dot_general"}
 # One kernel computes all results: recomputing one of them recomputes all. JAX's own kernels, and calls of others'.
 _PALLAS = {"pallas_call", "mpmd_map"}
 KERNELS = _PALLAS | {"ffi_call", "dot_product_attention_fwd_wrapper", "dot_product_attention_fp8_fwd_wrapper"}
+# Those of Mosaic's, which XLA lets read a row of a stack where it is, if it can compute the row's offset.
+READS_IN_PLACE = {"mpmd_map"}
 # XLA's own of which that is true too, but each result has a name of its own.
 SORTING = {"top_k", "sort"}
 REDUCTIONS = {"argmax", "argmin", "reduce_and", "reduce_max", "reduce_min", "reduce_or", "reduce_prod", "reduce_sum"}

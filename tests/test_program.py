@@ -36,6 +36,7 @@ from jaxoffload import (
     write_xla_flags,
 )
 from jaxoffload._engine.host.need import need_of
+from jaxoffload._engine.jaxprs import readers
 from jaxoffload._engine.jaxprs.walk import walk
 from jaxoffload._engine.layers import passes, rows
 from jaxoffload._engine.microbatches.interleaved import interleaved_p
@@ -714,6 +715,55 @@ def test_grouped_gemms_run_nine_times_per_layer_and_their_outputs_go_to_the_host
         assert sorted(kernels(found).values()) == [2 * 3, 2 * 6]
     assert list(kernels_on_host_memory(moved)) == []
     assert all(line.on_host for line in moved if line.opcode.endswith("-start"))
+
+
+@pytest.mark.parametrize("microbatches", [(), (4,)])
+def test_grouped_gemms_read_bfloat16_weights_in_their_stacks(gpu, monkeypatch, microbatches):
+    """No row of these is copied first; the results are those of kernels that read copies. A row that something else
+    reads, too, is copied, and not by DMA among the copies for the host."""
+    groups, rows, d, hidden = 4, 512, 256, 512
+    sizes = jnp.full((groups,), rows // groups, jnp.int32)
+    multiply = lambda x, w: grouped_matmul(x, w, sizes, backend="mosaic")
+
+    def layer(x, w):
+        up, down, both = w
+        fc1 = tag(multiply(tag(x, "layer_input"), up), "fc1")
+        return x + multiply(jnp.tanh(fc1), down) + multiply(x, both) * jnp.max(both), None
+
+    def step(w, x):
+        policy = Policy(OFFLOADED, min_offload_bytes=0)
+        loss = lambda w, x: jnp.mean(scan(layer, x, w, policy=policy)[0].astype(jnp.float32) ** 2)
+        return accumulate(loss)(w, x)[1] if microbatches else jax.grad(loss)(w, x)
+
+    shape = lambda *sizes: jax.ShapeDtypeStruct(sizes, jnp.bfloat16)
+    stacks = shape(LAYERS, groups, d, hidden), shape(LAYERS, groups, hidden, d), shape(LAYERS, groups, d, d)
+    devices = jax.devices
+    monkeypatch.setattr(jax, "devices", lambda *which: devices(*which) if which else [gpu])
+
+    def program_and_copies():
+        """The stacks' rows that are copied by kernels, and by DMA."""
+        program = compiled(gpu, lambda *args: step(*args), stacks, shape(*microbatches, rows, d))
+        found = module_of(program)
+        fused = {name for line in found if "fusion" in line.opcode for name in line.calls}
+        outside = [line for line in found if line.computation not in fused]
+        computes = lambda line: any(each.opcode == "custom-call" for each in (line, *found.called(line)))
+        made = lambda line: {array.sizes[1:] for array in hlo.arrays_of(line.shape) if array.sizes[:1] == (1,)}
+        copied = lambda opcode: {
+            row for line in outside if line.opcode == opcode and not computes(line) for row in made(line)
+        }
+        return program, *(copied(opcode) & {x.shape[1:] for x in stacks} for opcode in ("fusion", "fusion-start"))
+
+    program, *copied = program_and_copies()
+    assert copied == [{stacks[2].shape[1:]}, set()]
+    monkeypatch.setattr(readers, "READS_IN_PLACE", set())
+    copying, *copied = program_and_copies()
+    assert copied == [{x.shape[1:] for x in stacks}, set()]
+    if gpu in devices():
+        shapes = [*stacks, shape(*microbatches, rows, d)]
+        keys = jax.random.split(jax.random.key(0), len(shapes))
+        *w, x = (jax.random.normal(key, of.shape, of.dtype) / 16 for key, of in zip(keys, shapes, strict=True))
+        args = jax.device_put((tuple(w), x), program.input_shardings[0])
+        jax.tree.map(np.testing.assert_array_equal, program(*args), copying(*args))
 
 
 def test_the_hosts_need_of_a_whole_program_is_no_less_than_xla_plans(gpu):

@@ -19,11 +19,12 @@ from typing import Any, NamedTuple
 
 import jax.numpy as jnp
 from jax import lax
-from jax.extend.core import jaxpr_as_fun
+from jax.extend.core import Jaxpr, jaxpr_as_fun
 
 from ..._jax import add_jaxvals, in_memory_of, on_device, zero_of
 from ..host.need import Stack
 from ..jaxprs.flat import straight
+from ..jaxprs.readers import only_kernels_read
 from ..jaxprs.source import Source
 from .layer import prevent_cse_barrier
 from .placement import split_list
@@ -291,6 +292,7 @@ def forward_layer(
     copy; the others are not to be one, hence the opaque zero. `inlined`: XLA would fuse the layer with its neighbours.
     """
     compute, zero = jaxpr_as_fun(segment.jaxpr), opaque_zero()
+    in_place = read_in_place(loops, segment.jaxpr)[loops.consts + loops.carry :]
 
     def layer(i: Any, state: ForwardState, inlined: bool) -> ForwardState:
         fence = lax.optimization_barrier if inlined else lambda carry: carry
@@ -302,7 +304,8 @@ def forward_layer(
                 host.append(stack if _is_padding(i) else put_row(stack, to_host(x), row))
         i_device = i + zero
         i_xs = loops.row(segment.start + i_device)
-        outs = compute(*consts, *carry, *(take_row(x, i_xs) for x in xs))
+        row_of = lambda there: loops.row(segment.start + row) if there and not inlined else i_xs
+        outs = compute(*consts, *carry, *(take_row(x, row_of(there)) for x, there in zip(xs, in_place, strict=True)))
         carry, new_ys, _ = split_list(outs, [len(carry), len(ys)])
         ys = [put_row(stack, y, i_xs) for stack, y in zip(ys, new_ys, strict=True)]
         last, stays, once = segment.layout.split(outs)
@@ -310,6 +313,15 @@ def forward_layer(
         return ForwardState(fence(carry), ys, SegmentResiduals(host, last, device, once))
 
     return layer
+
+
+def read_in_place(loops: Loops, layer: Jaxpr) -> list[bool]:
+    """Return of each input of a layer if kernels read it that can read it from its stack.
+
+    Its row has no opaque zero then, but is computed from the loop's counter. On stages no row is.
+    """
+    computed = isinstance(loops.first, int)
+    return [computed and there for there in only_kernels_read(layer)]
 
 
 class Cotangents(NamedTuple):
@@ -352,6 +364,8 @@ def backward_layer(
     boolean, whether they are; by default they are.
     """
     compute, zero, i_last = jaxpr_as_fun(segment.jaxpr), opaque_zero(), segment.layers - 1
+    kept = zip(segment.layout.kept, read_in_place(loops, segment.jaxpr), strict=False)
+    in_place = {k.operand for k, there in kept if there}
 
     def layer(iteration: Any, state: BackwardState, inlined: bool) -> BackwardState:
         (consts, carry, xs), fetched, _ = state
@@ -362,10 +376,12 @@ def backward_layer(
                 fetched_next.append(x if _is_padding(row) else to_device(take_row(stack, row)))
         i_device = i_last - (iteration + zero)
         i_xs = loops.row(segment.start + i_device)
+        number = i_last - lax.convert_element_type(iteration, jnp.uint32)
+        row_of = lambda there: loops.row(segment.start + number) if there and not inlined else i_xs
         reads = zip(loops.reads, operands, strict=True)
-        read = {number: x if is_const else take_row(x, i_xs) for (number, is_const), x in reads}
+        rows = {n: x if is_const else take_row(x, row_of(n in in_place)) for (n, is_const), x in reads}
         stays = [take_row(x, i_device) for x in saved.device]
-        residuals = segment.layout.merge(read, fetched, stays, saved.once)
+        residuals = segment.layout.merge(rows, fetched, stays, saved.once)
         if inlined:  # the layer may stand beside its own forward pass
             residuals, carry = prevent_cse_barrier(residuals, carry)
         outs = compute(*residuals, *carry, *(take_row(y, i_xs) for y in ys))

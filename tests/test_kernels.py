@@ -5,8 +5,13 @@ import math
 import jax
 import jax.numpy as jnp
 import pytest
+from common import auto_mesh
 from jax import lax
+from jax.experimental.pallas import mosaic_gpu
+from jax.sharding import PartitionSpec
 
+from jaxoffload import tag
+from jaxoffload._engine.jaxprs.readers import only_kernels_read
 from jaxoffload._engine.stages.repeated import repeated
 from jaxoffload.proof._program.hlo import parse
 from jaxoffload.proof._program.kernels import FLOPS, ran, traced
@@ -42,3 +47,28 @@ def test_what_only_runs_tell_is_not_known():
     assert of(lambda x: lax.while_loop(lambda x: x[0, 0] < 1, lambda x: x + 1, x), X) == {}
     grouped = lambda x, w: lax.ragged_dot(x, w[None], jnp.array([4], jnp.int32)) @ w
     assert of(grouped, X, W) == pytest.approx({"matmuls": 2, FLOPS: math.nan}, nan_ok=True)
+
+
+KERNEL = mosaic_gpu.kernel(lambda w, out: None, out_type=jax.ShapeDtypeStruct((4, 8), jnp.float32))
+on_two = lambda spec: jax.shard_map(
+    KERNEL, mesh=auto_mesh(data=2), in_specs=spec, out_specs=PartitionSpec("data"), check_vma=False
+)
+
+
+@pytest.mark.parametrize(
+    "f, only_a_kernel",
+    [
+        (KERNEL, True),
+        (lambda w: jax.jit(lambda w: KERNEL(w) + KERNEL(tag(w, "w")))(w), True),
+        (on_two(PartitionSpec("data")), True),
+        (on_two(PartitionSpec()), False),  # the compiler may gather its parts for that
+        (lambda w: (KERNEL(w), w), False),
+        (lambda w: KERNEL(w) + w, False),
+        (lambda w: KERNEL(2 * w), False),
+        (lambda w: KERNEL(lax.optimization_barrier(w)), False),  # nothing is fused across it
+        (lambda w: jnp.tanh(w), False),
+        (lambda w: jnp.zeros(3), False),
+    ],
+)
+def test_what_only_a_kernel_reads_can_be_read_where_it_is(f, only_a_kernel):
+    assert only_kernels_read(jax.make_jaxpr(f)(X)) == [only_a_kernel]

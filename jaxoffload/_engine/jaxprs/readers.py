@@ -4,8 +4,9 @@ from collections.abc import Sequence
 from typing import Any
 
 from jax.extend.core import Jaxpr, JaxprEqn, Var
+from jax.sharding import AxisType
 
-from ..._jax import BARRIER, CALLS, CUSTOM_RULES, IDENTITIES, READS_IN_PLACE, SHARD_MAP
+from ..._jax import CALLS, CUSTOM_RULES, READS_IN_PLACE, SHARD_MAP
 from .walk import nested
 
 _CALLS = CALLS | CUSTOM_RULES | {SHARD_MAP, "custom_vmap_call"}
@@ -34,9 +35,20 @@ class _Readers:
 
     def results_of(self, eqn: JaxprEqn, operands: list[Any]) -> list[int | None]:
         name, bodies = eqn.primitive.name, nested(eqn)
-        if name in IDENTITIES - {BARRIER}:  # nothing is fused across a barrier
+        if name == "name":
             return operands
+        if name == SHARD_MAP:
+            specs = zip(operands, eqn.params["in_specs"], strict=True)
+            self.others.update(n for n, spec in specs if _may_be_gathered(eqn, spec))
         if name in _CALLS and len(bodies) == 1 and len(bodies[0].invars) == len(operands):
             return self.through(bodies[0], operands)
         (self.kernels if name in READS_IN_PLACE else self.others).update(operands)
         return []
+
+
+def _may_be_gathered(shard_map: JaxprEqn, spec: Any) -> bool:
+    """Return if the compiler may have divided an operand over axes over which a `shard_map` takes it whole."""
+    mesh = shard_map.params["mesh"]
+    kinds = dict(zip(mesh.axis_names, mesh.axis_types, strict=True))
+    divided = {axis for names in spec for axis in ((names,) if isinstance(names, str) else names or ())}
+    return any(kinds[a] is not AxisType.Manual and size > 1 and a not in divided for a, size in mesh.shape.items())

@@ -5,13 +5,15 @@ import math
 import jax
 import jax.numpy as jnp
 import pytest
-from common import auto_mesh
+from common import assert_same_bits, auto_mesh, normal, policy, run
 from jax import lax
 from jax.experimental.pallas import mosaic_gpu
 from jax.sharding import PartitionSpec
 
-from jaxoffload import tag
+from jaxoffload import accumulate, scan, tag
+from jaxoffload._engine.jaxprs import readers
 from jaxoffload._engine.jaxprs.readers import only_kernels_read
+from jaxoffload._engine.layers import passes
 from jaxoffload._engine.stages.repeated import repeated
 from jaxoffload.proof._program.hlo import parse
 from jaxoffload.proof._program.kernels import FLOPS, ran, traced
@@ -72,3 +74,33 @@ on_two = lambda spec: jax.shard_map(
 )
 def test_what_only_a_kernel_reads_can_be_read_where_it_is(f, only_a_kernel):
     assert only_kernels_read(jax.make_jaxpr(f)(X)) == [only_a_kernel]
+
+
+@pytest.mark.parametrize("microbatches", [(), (2,), (5,)])
+@pytest.mark.parametrize(
+    "how",
+    [
+        {"reverse": True},
+        {"unroll": 2},
+        {"offload_layers": 2},
+        {"offload_layers": 3, "other_layers": "recompute"},
+        {"resident_layers": 0},
+    ],
+    ids=str,
+)
+def test_rows_that_are_read_where_they_are_are_those_of_their_layers(monkeypatch, how, microbatches):
+    """As if matmuls could read in place: here they only show which rows are taken."""
+    of_scan = {key: how[key] for key in ("reverse", "unroll") if key in how}
+    rules = policy({"h": "offload"}, **{key: value for key, value in how.items() if key not in of_scan})
+    layer = lambda x, w: (x + jnp.sin(tag(jnp.sin(x @ w[0]), "h")) @ w[1], None)
+    loss = lambda w, x: jnp.sum(scan(layer, x, w, policy=rules, **of_scan)[0] ** 2)
+
+    def gradient(w, x):
+        return accumulate(loss)(w, x) if microbatches else jax.value_and_grad(loss)(w, x)
+
+    args = tuple(normal(n, (5, 8, 8)) for n in range(2)), normal(2, (*microbatches, 4, 8))
+    copied, taken = run(lambda *args: gradient(*args), *args), []
+    monkeypatch.setattr(readers, "READS_IN_PLACE", {"dot_general"})
+    monkeypatch.setattr(passes, "only_kernels_read", lambda jaxpr: taken.append(only_kernels_read(jaxpr)) or taken[-1])
+    assert_same_bits(run(lambda *args: gradient(*args), *args), copied)
+    assert any(map(any, taken))

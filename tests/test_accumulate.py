@@ -387,7 +387,7 @@ def test_nothing_stays_on_the_device_for_less_than_a_part_of_the_step(monkeypatc
     stays = lambda count: bytes_staying(accumulate(loss), w, shape(count, rows, d))
     k = LAYERS * rows * d // 4 * 2
     assert (stays(2), stays(4)) == (k, 0)
-    monkeypatch.setattr(ends, "WORTH", 0.0)
+    monkeypatch.setattr(ends, "LEAST_GAIN", 0.0)
     assert (stays(2), stays(4)) == (k, k)
 
 

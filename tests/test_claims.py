@@ -243,7 +243,7 @@ STATED = [
 # Figures that no result file has: what XLA or a test assumes, and bounds of what test_plan_measured.py and others
 # compute from the files. Each stands on its page once, in these words.
 BOUNDS = {
-    "accumulation.md": ["None stays for less than 0.3 % of the step"],
+    "accumulation.md": ["less than 0.3 % shorter, no residual stays"],
     "does-it-pay.md": ["TFLOP/s are 55 % of the GPU's peak"],
     "optimizer.md": ["are within 4 % of what was measured"],
     "performance.md": ["differs by less than 2 %"],

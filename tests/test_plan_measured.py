@@ -27,7 +27,7 @@ one_in = lambda some: pytest.mark.parametrize("every", [some, pytest.param(1, ma
 def as_the_programs_that_ran(monkeypatch):
     """They wrote new stacks, and kept on the device what made the step shorter by less."""
     monkeypatch.setattr(cost, "UNINITIALISED", None)
-    monkeypatch.setattr(ends, "WORTH", 0.0)
+    monkeypatch.setattr(ends, "LEAST_GAIN", 0.0)
 
 
 def described(machine):

@@ -304,8 +304,8 @@ def forward_layer(
                 host.append(stack if _is_padding(i) else put_row(stack, to_host(x), row))
         i_device = i + zero
         i_xs = loops.row(segment.start + i_device)
-        row_of = lambda there: loops.row(segment.start + row) if there and not inlined else i_xs
-        outs = compute(*consts, *carry, *(take_row(x, row_of(there)) for x, there in zip(xs, in_place, strict=True)))
+        row_of = lambda known: loops.row(segment.start + row) if known and not inlined else i_xs
+        outs = compute(*consts, *carry, *(take_row(x, row_of(known)) for x, known in zip(xs, in_place, strict=True)))
         carry, new_ys, _ = split_list(outs, [len(carry), len(ys)])
         ys = [put_row(stack, y, i_xs) for stack, y in zip(ys, new_ys, strict=True)]
         last, stays, once = segment.layout.split(outs)
@@ -316,12 +316,9 @@ def forward_layer(
 
 
 def read_in_place(loops: Loops, layer: Jaxpr) -> list[bool]:
-    """Return of each input of a layer if kernels read it that can read it from its stack.
-
-    Its row has no opaque zero then, but is computed from the loop's counter. On stages no row is.
-    """
-    computed = isinstance(loops.first, int)
-    return [computed and there for there in only_kernels_read(layer)]
+    """Return, for each input of a layer, whether only kernels that can read it in its stack read it. Its row's offset
+    then has no opaque zero. On stages XLA cannot compute offsets in any case."""
+    return [isinstance(loops.first, int) and only for only in only_kernels_read(layer)]
 
 
 class Cotangents(NamedTuple):
@@ -365,7 +362,7 @@ def backward_layer(
     """
     compute, zero, i_last = jaxpr_as_fun(segment.jaxpr), opaque_zero(), segment.layers - 1
     kept = zip(segment.layout.kept, read_in_place(loops, segment.jaxpr), strict=False)
-    in_place = {k.operand for k, there in kept if there}
+    in_place = {k.operand for k, known in kept if known}
 
     def layer(iteration: Any, state: BackwardState, inlined: bool) -> BackwardState:
         (consts, carry, xs), fetched, _ = state
@@ -376,12 +373,12 @@ def backward_layer(
                 fetched_next.append(x if _is_padding(row) else to_device(take_row(stack, row)))
         i_device = i_last - (iteration + zero)
         i_xs = loops.row(segment.start + i_device)
-        number = i_last - lax.convert_element_type(iteration, jnp.uint32)
-        row_of = lambda there: loops.row(segment.start + number) if there and not inlined else i_xs
+        i_known = i_last - lax.convert_element_type(iteration, jnp.uint32)  # as in the forward pass
+        row_of = lambda known: loops.row(segment.start + i_known) if known and not inlined else i_xs
         reads = zip(loops.reads, operands, strict=True)
-        rows = {n: x if is_const else take_row(x, row_of(n in in_place)) for (n, is_const), x in reads}
+        read = {n: x if is_const else take_row(x, row_of(n in in_place)) for (n, is_const), x in reads}
         stays = [take_row(x, i_device) for x in saved.device]
-        residuals = segment.layout.merge(rows, fetched, stays, saved.once)
+        residuals = segment.layout.merge(read, fetched, stays, saved.once)
         if inlined:  # the layer may stand beside its own forward pass
             residuals, carry = prevent_cse_barrier(residuals, carry)
         outs = compute(*residuals, *carry, *(take_row(y, i_xs) for y in ys))

@@ -20,7 +20,8 @@ def opaque_zero() -> Any:
     XLA:GPU makes a DMA copy of each slice whose offset it can compute, on four streams in turn. For the host that is
     what we want. But a slice of the weights may wait in its stream behind a host copy, and the compute waits for the
     slice; and a matmul whose result goes into a stack at such an offset runs again for its other readers. At an offset
-    that XLA cannot compute, the kernels that use a slice read it from the stack themselves.
+    that XLA cannot compute, fused kernels read a slice from the stack themselves. Before cuBLAS and other kernels XLA
+    copies it; `read_in_place` in passes.py says for which of them the offset has no such zero.
     """
     # https://github.com/openxla/xla: DynamicSliceCopyFusionAsyncWrapper, ExecutionStreamAssignment
     return lax.optimization_barrier(jnp.int32(0))

@@ -717,6 +717,7 @@ def test_grouped_gemms_run_nine_times_per_layer_and_their_outputs_go_to_the_host
     assert all(line.on_host for line in moved if line.opcode.endswith("-start"))
 
 
+@pytest.mark.claim("read-in-place")
 @pytest.mark.parametrize("microbatches", [(), (4,)])
 def test_grouped_gemms_read_bfloat16_weights_in_their_stacks(gpu, monkeypatch, microbatches):
     """No row of these is copied first; the results are those of kernels that read copies. A row that something else

@@ -21,6 +21,7 @@ from common import PATIENCE, ROOT, needs_te
 from described_gpu import OPTIONS, begun_after, compiled, gpu, matmuls, module_of, nothing_cached, two_gpus
 from flax import nnx
 from jax import lax
+from jax.experimental.pallas import mosaic_gpu
 from jax.extend.core import Var
 from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec, SingleDeviceSharding
 
@@ -766,6 +767,17 @@ def test_grouped_gemms_read_bfloat16_weights_in_their_stacks(gpu, monkeypatch, m
         *w, x = (jax.random.normal(key, of.shape, of.dtype) / 16 for key, of in zip(keys, shapes, strict=True))
         args = jax.device_put((tuple(w), x), program.input_shardings[0])
         jax.tree.map(np.testing.assert_array_equal, program(*args), copying(*args))
+
+
+@pytest.mark.parametrize("values", [32, 64, 96, 128])
+def test_xla_reads_a_row_in_place_if_its_offset_is_aligned(gpu, values):
+    """Otherwise it copies the row by DMA: why `only_kernels_read` leaves such rows out."""
+    of = lambda *shape: jax.ShapeDtypeStruct(shape, jnp.float32)
+    kernel = mosaic_gpu.kernel(lambda x, w, out: None, out_type=of(64))
+    f = lambda x, w: lax.fori_loop(0, LAYERS, lambda i, x: kernel(x, rows.take_row(w, i)), x)
+    copies = [line for line in module_of(compiled(gpu, f, of(64), of(LAYERS, values))) if line.opcode == "fusion-start"]
+    (_, known) = readers.only_kernels_read(jax.make_jaxpr(kernel)(of(64), of(values)))
+    assert known == (not copies) == (values in (64, 128))
 
 
 def test_the_hosts_need_of_a_whole_program_is_no_less_than_xla_plans(gpu):

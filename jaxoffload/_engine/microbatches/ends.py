@@ -8,9 +8,10 @@ Nothing stays if that makes the passes of all layers less than 0.3 % shorter.
 """
 
 import dataclasses
+import functools
 import math
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 
 import jax
 
@@ -24,6 +25,7 @@ from ..layers.segments import reads_of
 from .gradient import Scan
 
 Scans = tuple[Scan, ...]
+Fit = Callable[[Layer, int], Layer]  # of a layer, by the bytes of it that may stay
 LEAST_GAIN = 0.003  # of the time that the layers' passes of all microbatches take
 
 
@@ -34,10 +36,12 @@ def ends(scans: Scans, microbatches: int, gradients: int) -> tuple[Scans, Scans]
     """
     devices = _devices(scans)
     spare = int(min(0.7, 2 / microbatches) * gradients) // devices
-    first, left = _fitted(scans, "forward", microbatches, devices, spare)
+    fit: Callable[[Direction], Fit] = lambda direction: functools.partial(
+        _fitted_layer, direction, microbatches, devices
+    )
+    first, left = _fitted(scans, fit("forward"), spare)
     # Of more than two microbatches the first is gone when the last begins.
-    budget = left if microbatches == 2 else spare
-    last, _ = _fitted(scans, "backward", microbatches, devices, budget)
+    last, _ = _fitted(scans, fit("backward"), left if microbatches == 2 else spare)
     return first, last
 
 
@@ -50,27 +54,25 @@ def _devices(scans: Scans) -> int:
     return max((math.prod(mesh_of(jaxpr, ()).values()) for jaxpr in forward), default=1)
 
 
-def _fitted(scans: Scans, direction: Direction, microbatches: int, devices: int, budget: int) -> tuple[Scans, int]:
-    """Return the scans for a microbatch whose pass in this direction runs alone, and what is left of the `budget`.
+def _fitted(scans: Scans, fit: Fit, budget: int) -> tuple[Scans, int]:
+    """Return the scans for a microbatch one of whose passes runs alone, and what is left of the `budget`.
 
     `budget`: the bytes per device that may stay. The last layers' residuals are needed first, so the last scan is
     served first.
     """
     made: list[Scan] = []
     for scan in reversed(scans):
-        loops, budget = _fitted_loops(scan.loops, direction, microbatches, devices, budget)
+        loops, budget = _fitted_loops(scan.loops, fit, budget)
         made.insert(0, scan._replace(loops=loops))
     return (scans if tuple(made) == scans else tuple(made)), budget
 
 
-def _fitted_loops(
-    loops: Loops, direction: Direction, microbatches: int, devices: int, budget: int
-) -> tuple[Loops, int]:
+def _fitted_loops(loops: Loops, fit: Fit, budget: int) -> tuple[Loops, int]:
     segments = list(loops.segments)
     for number, segment in enumerate(segments):
         if not segment.on_host:
             continue
-        layer = _fitted_layer(segment.layer, direction, microbatches, devices, budget // segment.layers)
+        layer = fit(segment.layer, budget // segment.layers)
         if layer is not segment.layer:
             budget -= segment.layers * (_on_device(layer) - _on_device(segment.layer))
             on_host = segment.on_host if layer.layout.moved else 0
@@ -94,8 +96,9 @@ def _moved(layer: Layer) -> Counter[Rows]:
     return sizes
 
 
-def _fitted_layer(layer: Layer, direction: Direction, microbatches: int, devices: int, budget: int) -> Layer:
-    """Return a layer that may keep `budget` bytes on the device of what it would copy."""
+def _fitted_layer(direction: Direction, microbatches: int, devices: int, layer: Layer, budget: int) -> Layer:
+    """Return a layer whose pass in this direction runs alone, and which may keep `budget` bytes on the device of what
+    it would copy."""
     seconds = lambda jaxpr: cost_of(jaxpr, devices).seconds
     sizes, forward, backward = _moved(layer), seconds(layer.forward), seconds(layer.backward())
     if sizes.total() <= bytes_in(forward if direction == "forward" else backward):
@@ -103,14 +106,14 @@ def _fitted_layer(layer: Layer, direction: Direction, microbatches: int, devices
     again = {rows: max(0.0, seconds(other.backward()) - backward) for rows, other in _candidates(layer)}
     accepts = lambda rows: _only_moves_less(layer.recomputing(rows), layer, rows)
     lone = Lone(direction, forward, backward, sizes, again)
-    recomputed, stay, shortest = decide(lone, budget, accepts)
-    if stay:
-        none, least = decide(lone, 0, accepts), LEAST_GAIN * microbatches * (forward + backward)
-        recomputed, stay, _ = (recomputed, stay, shortest) if none.seconds - shortest >= least else none
-    if not recomputed and not stay:
+    decided = decide(lone, budget, accepts)
+    least = LEAST_GAIN * microbatches * (forward + backward)
+    if decided.stay and (none := decide(lone, 0, accepts)).seconds - decided.seconds < least:
+        decided = none
+    if not decided.recomputed and not decided.stay:
         return layer
-    layer = layer.recomputing(recomputed) if recomputed else layer
-    return dataclasses.replace(layer, layout=layer.layout.staying(lambda rows: rows in stay))
+    layer = layer.recomputing(decided.recomputed) if decided.recomputed else layer
+    return dataclasses.replace(layer, layout=layer.layout.staying(lambda rows: rows in decided.stay))
 
 
 def _candidates(layer: Layer) -> Iterator[tuple[Rows, Layer]]:

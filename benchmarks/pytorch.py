@@ -11,23 +11,25 @@ of a fusion that does several things, the first of `KINDS`.
 
 import argparse
 import json
+import re
 import statistics
 import subprocess
 import sys
 import tempfile
 from collections import Counter
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
 import jax
 
 from benchmarks import bench
-from benchmarks.bench import GIB, Variant, markdown
+from benchmarks.bench import GIB, Group, Variant, markdown
 from benchmarks.cases import SIZES, Case, group_of, model_flops, ours, shape_of
 from benchmarks.moe import CASES
 from jaxoffload.proof._program import hlo
 from jaxoffload.proof._program.kernels import ATTENTION_KERNELS, kind_of_kernel
-from jaxoffload.proof._program.trace import length, merged, traced
+from jaxoffload.proof._program.trace import Event, length, merged, traced
 from models import metrics
 
 
@@ -63,13 +65,16 @@ KINDS = {
     "copies": {"copy", "transpose"},
     "zeros": {"broadcast"},
 }
+# Kind -> the names of kernels that XLA did not compile.
+LIBRARIES = {
+    "attention": r"cudnn|fmha|sdpa",
+    "matmuls": r"nvjet|gemm|cutlass|xmma|splitK",
+    "grouped GEMMs": r"mosaic_gpu",
+}
 
 
-def kind_of(op: str, module: hlo.Module) -> str:
-    """Return what a kernel computes, by the instruction that it is of."""
-    line = next((lines[op] for lines in module.computations.values() if op in lines), None)
-    if line is None:
-        return "other"
+def kind_of(line: hlo.Instruction, module: hlo.Module) -> str:
+    """Return what an instruction computes."""
     every = [line, *module.called(line)]
     if known := next(filter(None, map(kind_of_kernel, every)), None):
         return {ATTENTION_KERNELS: "attention", "Mosaic kernels": "grouped GEMMs"}.get(known, known)
@@ -78,22 +83,31 @@ def kind_of(op: str, module: hlo.Module) -> str:
     return next((kind for kind, opcodes in KINDS.items() if opcodes & inside), "other")
 
 
-def kernels(variant: Variant, options: argparse.Namespace) -> dict[str, float]:
-    """Return the milliseconds of a step's kernels by kind, and those in which none ran. Without command buffers: in
-    these a trace does not say which instruction a kernel is of."""
-    alone = variant._replace(options=variant.options | {"xla_gpu_enable_command_buffer": ""})
-    group = group_of(CASES[options.case], options, {("", ""): alone}, microbatches=options.microbatches)
-    step = group.steps["", ""].run
-    if step is None:
-        return {}
+def kinds_of(events: Sequence[Event], module: hlo.Module) -> list[str]:
+    """Return what kernels compute. Of one in a command buffer a trace does not say which instruction it is of, but XLA
+    names the kernel of an instruction after it."""
+    lines = {name: line for line in module for name in (line.name.replace(".", "_"), line.name)}
+    named = lambda name: next((kind for kind, names in LIBRARIES.items() if re.search(names, name)), "other")
+
+    def kind(e: Event) -> str:
+        if e.name.startswith("Memset"):
+            return "zeros"
+        line = lines.get(e.op) or lines.get(e.name)
+        return kind_of(line, module) if line else named(e.name)
+
+    return list(map(kind, events))
+
+
+def kernels(step: Callable[..., Any], group: Group) -> dict[str, float]:
+    """Return the milliseconds of a step's kernels by kind, and those in which none ran."""
     state = step(*group.initial())
     module = hlo.parse(step.as_text())
     events = [e for e in traced(lambda: jax.block_until_ready(step(*state))) if e.module == module.name]
     on_device = [e for e in events if not e.direction]
     spans = merged((e.start, e.end) for e in on_device)
     found = Counter[str]()
-    for e in on_device:
-        found["zeros" if e.name.startswith("Memset") else kind_of(e.op, module)] += (e.end - e.start) / 1e6
+    for e, kind in zip(on_device, kinds_of(on_device, module), strict=True):
+        found[kind] += (e.end - e.start) / 1e6
     return {**found, "idle": (spans[-1][1] - spans[0][0] - length(spans)) / 1e6}
 
 
@@ -114,7 +128,7 @@ def run_ours(options: argparse.Namespace) -> dict[str, Any]:
             # Without the batch that a step returns for the next one.
             facts |= {"weight_bytes": weights, "peak_bytes": state + facts["temp_gib"] * GIB}
             if mode in options.profile and jax.default_backend() == "gpu":
-                facts["kernels_ms"] = kernels(variants[mode, ""], options)
+                facts["kernels_ms"] = kernels(step.run, group)
     return {"device": jax.devices()[0].device_kind, "versions": bench.versions(), "modes": modes}
 
 

@@ -388,8 +388,14 @@ def test_what_a_kernel_computes_is_read_from_its_fusion():
     fusions = "".join(fusion.format(i) for i in range(len(bodies)))
     text += f"\nENTRY %main (x: f32[4]) -> f32[4] {{\n  %x = f32[4]{{0}} parameter(0)\n{fusions}{gemm}}}\n"
     module = hlo.parse(text)
-    assert [pytorch.kind_of(f"fusion.{i}", module) for i in range(len(bodies))] == list(bodies)
-    assert (pytorch.kind_of("gemm", module), pytorch.kind_of("unknown", module)) == ("matmuls", "other")
+    kinds = lambda *names: pytorch.kinds_of([Event("", name, op, 0, 1) for name, op in names], module)
+    fused = range(len(bodies))
+    assert kinds(*(("a kernel", f"fusion.{i}") for i in fused)) == list(bodies)
+    in_buffer = "command_buffer_7"
+    assert kinds(*((f"fusion_{i}", in_buffer) for i in fused)) == list(bodies)
+    assert kinds(("nvjet_tst_128x256", "gemm"), ("nvjet_tst_128x256", in_buffer)) == ["matmuls", "matmuls"]
+    assert kinds(("cudnn_sdpa_fprop", in_buffer), ("Memset 0", "gemm")) == ["attention", "zeros"]
+    assert kinds(("a kernel", "unknown"), ("body_mosaic_gpu_kernel", in_buffer)) == ["other", "grouped GEMMs"]
 
 
 def test_every_offload_of_a_config_becomes_save():

@@ -59,6 +59,12 @@ def test_make_train_installs_the_extras_that_it_is_given():
 
 
 @pytest.mark.claim("versions")
+def test_the_tests_for_a_gpu_are_found_on_a_machine_of_one_device():
+    """Nothing may need two devices before a test runs."""
+    said = make("test-gpu", f"PYTHON={sys.executable}", "ARGS=--collect-only -q -p no:cacheprovider")
+    assert re.search(r"^tests/test_program\.py: \d+$", said, re.MULTILINE)
+
+
 def test_the_oldest_jax_is_the_one_that_everything_names():
     """It is pip's lower bound, the version below which the library refuses, README's, and the one that `make test-all`
     tests."""

@@ -146,7 +146,8 @@ def longer_than_pytorch(measured):
 def beside_pytorch(measured):
     of, nothing, everything = in_both(measured)
     share, more = of["beyond_gib"] / nothing["beyond_gib"], of["beyond_gib"] / everything["beyond_gib"]
-    return [*longer_than_pytorch(measured), percent(share), percent(1 - of["ms"] / everything["ms"]), f"{more:.1f} times"]
+    less = percent(1 - of["ms"] / everything["ms"])
+    return [*longer_than_pytorch(measured), percent(share), less, f"{more:.1f} times"]
 
 
 def more_than_pytorch(measured):

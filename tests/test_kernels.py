@@ -54,9 +54,11 @@ def test_what_only_runs_tell_is_not_known():
 KERNEL = mosaic_gpu.kernel(lambda w, out: None, out_type=jax.ShapeDtypeStruct((8, 8), jnp.float32))
 ONCE = jax.custom_vjp(KERNEL)
 ONCE.defvjp(lambda w: (KERNEL(w), w), lambda w, y: (KERNEL(w) * y,))
-on_two = lambda spec: lambda w: jax.shard_map(  # made when it is called: a machine may have one GPU
-    KERNEL, mesh=auto_mesh(data=2), in_specs=spec, out_specs=PartitionSpec("data"), check_vma=False
-)(w)
+on_two = lambda spec: (
+    lambda w: jax.shard_map(  # made when it is called: a machine may have one GPU
+        KERNEL, mesh=auto_mesh(data=2), in_specs=spec, out_specs=PartitionSpec("data"), check_vma=False
+    )(w)
+)
 
 
 @pytest.mark.parametrize(

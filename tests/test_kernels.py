@@ -54,11 +54,12 @@ def test_what_only_runs_tell_is_not_known():
 KERNEL = mosaic_gpu.kernel(lambda w, out: None, out_type=jax.ShapeDtypeStruct((8, 8), jnp.float32))
 ONCE = jax.custom_vjp(KERNEL)
 ONCE.defvjp(lambda w: (KERNEL(w), w), lambda w, y: (KERNEL(w) * y,))
-on_two = lambda spec: (
-    lambda w: jax.shard_map(  # made when it is called: a machine may have one GPU
-        KERNEL, mesh=auto_mesh(data=2), in_specs=spec, out_specs=PartitionSpec("data"), check_vma=False
-    )(w)
-)
+
+
+def on_two(spec):
+    """The kernel on two devices, which are asked for when it is called: a machine may have one GPU."""
+    how = {"in_specs": spec, "out_specs": PartitionSpec("data"), "check_vma": False}
+    return lambda w: jax.shard_map(KERNEL, mesh=auto_mesh(data=2), **how)(w)
 
 
 @pytest.mark.parametrize(

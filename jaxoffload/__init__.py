@@ -39,7 +39,7 @@ from .proof._residuals.residuals import residuals as residuals
 from .proof._residuals.table import Residual as Residual
 from .proof._residuals.table import Residuals as Residuals
 
-__version__ = "0.1.0"  # pyproject.toml reads it
+__version__ = "0.2.0.dev0"  # pyproject.toml reads it
 
 # Names of release 0.1.0, for one release more.
 if _typing.TYPE_CHECKING:  # to a type checker, `__getattr__` would define every name

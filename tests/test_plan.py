@@ -528,7 +528,7 @@ def test_the_text_and_the_yaml_are_the_plan():
     fields = yaml.safe_load(found.to_yaml())["remat"]
     assert Policy(**fields) == found.policy
     first, *_ = str(found).splitlines()
-    assert first == found.summary == f"{found.prediction.summary}; memory is a guess from shapes, up to 20% off"
+    assert first == found.summary == f"{found.prediction.summary}; memory is estimated from shapes, usually within 20%"
     assert found.to_yaml().rstrip() in str(found)
     asked = dataclasses.replace(found, compiled=12345)
     assert asked.bytes == 12345 and asked.summary.endswith("; memory is as XLA plans it")

@@ -73,7 +73,7 @@ class Plan:
 
     @property
     def summary(self) -> str:
-        how = "as XLA plans it" if self.compiled is not None else f"a guess from shapes, up to {ERROR:.0%} off"
+        how = "as XLA plans it" if self.compiled is not None else f"estimated from shapes, usually within {ERROR:.0%}"
         return f"{self.prediction.summary}; memory is {how}"
 
     def __str__(self) -> str:

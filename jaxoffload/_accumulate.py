@@ -20,7 +20,7 @@ from ._errors import UserError, deprecated
 from ._jax import as_array, convert_constvars_jaxpr, in_memory_of, without_remat3
 from ._lost_changes import warns_of_lost_changes
 from ._same_draws import warn_of_same_draws
-from ._text import nearest
+from ._text import nearest, short
 from ._tracing import tracing, under
 
 Reduction = Literal["mean", "sum"]
@@ -103,7 +103,7 @@ def accumulate(
     @without_remat3
     def value_and_grad(*args: Any, **kwargs: Any) -> Any:
         params = {n: args[n] for n in _positions(how, len(args))}
-        _refuse_integers(params)
+        _refuse_without_gradient(params)
         call, on_stages = _call(loss, how, args, kwargs, list(params.values()))
         if on_stages:
             value, grads, aux = sums_on_stages(call, on_stages)
@@ -296,12 +296,18 @@ def _traced(
     return jaxpr, shape
 
 
-def _refuse_integers(params: dict[int, Any]) -> None:
+def _refuse_without_gradient(params: dict[int, Any]) -> None:
     for path, leaf in jax.tree_util.tree_leaves_with_path(params):
+        named = f"accumulate: args{jax.tree_util.keystr(path)} is"
+        if not isinstance(leaf, float | complex) and not any(hasattr(leaf, of) for of in ("dtype", "__jax_array__")):
+            raise TypeError(
+                f"{named} {short(leaf)}, a {type(leaf).__name__}, which has no gradient; parameters, which argnums "
+                "names, are arrays. eqx.partition(module, eqx.is_inexact_array) divides a module of Equinox"
+            )
         if hasattr(leaf, "dtype") and not jnp.issubdtype(leaf.dtype, jnp.inexact):
             raise TypeError(
-                f"accumulate: args{jax.tree_util.keystr(path)} is {leaf.dtype}, which has no gradient; close over it. "
-                "In Flax NNX, graph, params, rest = nnx.split(module, nnx.Param, ...) divides a module"
+                f"{named} {leaf.dtype}, which has no gradient; argnums names the arguments that are parameters: close "
+                "over all else. In Flax NNX, graph, params, rest = nnx.split(module, nnx.Param, ...) divides a module"
             )
 
 

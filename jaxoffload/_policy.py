@@ -18,7 +18,7 @@ from ._jax import nbytes
 from ._megatron import MODULES
 from ._names import read_names
 from ._refusals import refuse_remat3, refuse_wrong_offload
-from ._text import nearest, short
+from ._text import nearest, one_of, short
 from ._tracing import tracing
 
 Decision = Literal["save", "offload", "recompute"]
@@ -42,7 +42,7 @@ class PolicyError(UserError, ValueError):
       ...     Policy(default="ofload")
       ... except PolicyError as error:
       ...     print(error)
-      default: 'ofload' is not allowed; use save or offload or recompute; the nearest is 'offload'
+      default: 'ofload' is not allowed; use 'save', 'offload' or 'recompute'; the nearest is 'offload'
     """
 
 
@@ -274,7 +274,7 @@ def _unmatched(source: str, pattern: str, names: list[str], one: str, many: str)
 def _choice(field: str, value: object, allowed: Iterable[str]) -> list[Problem]:
     if isinstance(value, str) and value in allowed:
         return []
-    return [_problem(field, f"{short(value)} is not allowed; use {' or '.join(allowed)}{nearest(value, allowed)}")]
+    return [_problem(field, f"{short(value)} is not allowed; use {one_of(allowed)}{nearest(value, allowed)}")]
 
 
 def _pairs(residuals: Any) -> list[tuple[Any, Any]]:

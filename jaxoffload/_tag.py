@@ -86,7 +86,7 @@ def scope(name: str) -> Iterator[None]:
 def _check_name(function: str, name: str) -> None:
     if not isinstance(name, str) or not _NAME.fullmatch(name):
         raise ValueError(
-            f"{function}: {name!r} is not a name; allowed are letters, digits, '_' and '-', "
+            f"{function}: {name!r:.60} is not a name; allowed are letters, digits, '_' and '-', "
             "in components separated by '/' or '.', such as 'mlp/fc1'"
         )
 

@@ -1,4 +1,4 @@
-"""Text that messages share: the nearest allowed name, a value or a list cut short, a size in bytes, an array's type."""
+"""Text that messages share: allowed names and the nearest, a value or list cut short, bytes, an array's type."""
 
 import difflib
 from collections.abc import Iterable, Sequence
@@ -14,6 +14,12 @@ def nearest(value: object, allowed: Iterable[str]) -> str:
     lower = {name.lower(): name for name in allowed}
     found = difflib.get_close_matches(str(value).lower(), lower, 1, cutoff=0.5)
     return f"; the nearest is {lower[found[0]]!r}" if found else ""
+
+
+def one_of(allowed: Iterable[str]) -> str:
+    """Return "'a', 'b' or 'c'"."""
+    *others, last = map(repr, allowed)
+    return f"{', '.join(others)} or {last}" if others else last
 
 
 def short(value: object) -> str:

@@ -364,7 +364,9 @@ def test_what_a_dense_layer_keeps_and_computes_for_each_token():
         assert f'"{machine.upper()}, PCIe 5": (544, {one["d2h"]:.1f}, {one["together"]:.1f})' in page
     widths = {gpu: int(width) for gpu, width in re.findall(r"^(\w+), .*? {2,}(\d+) +\d+$", page, re.M)}
     assert widths["H100"] == widths["H200"]
-    on_cards = f"from a width of {widths['H100']} on H100s and H200s, {widths['A100']} on A100s, {widths['B200']} on B200s"
+    on_cards = (
+        f"from a width of {widths['H100']} on H100s and H200s, {widths['A100']} on A100s, {widths['B200']} on B200s"
+    )
     assert f"{on_cards} (calculated)" in " ".join(README.split())
     peaks = {name: metrics.mfu(1e12, name) for name in ("NVIDIA H100 80GB HBM3", "NVIDIA H200")}
     assert all(round(0.55 / mfu) == 544 for mfu in peaks.values())

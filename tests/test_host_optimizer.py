@@ -1,5 +1,6 @@
 """host_optimizer: state on the host, and the bits of the transformation on the device."""
 
+import copy
 import itertools
 import sys
 
@@ -457,7 +458,7 @@ table         3.75 KiB  device  1       table"""
             Policy({"table": "recompute"}, default="save"),
             r"residuals\['table'\]: 'recompute' is not allowed for a state",
         ),
-        (Policy(), "default: 'recompute' is not allowed for a state; use save or offload"),
+        (Policy(), "default: 'recompute' is not allowed for a state; use 'save' or 'offload'"),
         (
             Policy(default="offload", resident_layers=2),
             "resident_layers: 2 is about residuals, not about a state; leave it 1",
@@ -494,6 +495,15 @@ def test_trees_of_other_parameters_are_refused():
         tx.apply(params, state, params)
     with pytest.raises(TypeError, match="got a tuple; the transformation's own init makes another"):
         tx.apply(params, params, optax.adam(1e-3).init(params))
+
+
+def test_callers_of_update_learn_what_stands_for_it():
+    tx = host_optimizer(optax.adam(1e-3))
+    with pytest.raises(
+        AttributeError, match=r"no 'update'; write params, state = optimizer\.apply\(gradients, params,"
+    ):
+        tx.update(params_in(), None)
+    assert not hasattr(tx, "other") and copy.deepcopy(tx).policy == tx.policy
 
 
 @pytest.mark.parametrize("method", ["init", "placements", "state_shardings"])

@@ -16,8 +16,9 @@ from jax.ad_checkpoint import checkpoint_name
 from jaxoffload import Policy, PolicyError, check, checkpoint, residuals, scan, tag
 from jaxoffload._megatron import MODULES
 from jaxoffload._policy import matches
+from jaxoffload._text import one_of
 
-ANY_DECISION, A_LIST, A_SIZE = "save or offload or recompute", "such as ['moe_act']", "512KiB"
+ANY_DECISION, A_LIST, A_SIZE = "'save', 'offload' or 'recompute'", "such as ['moe_act']", "512KiB"
 # Fields, the key and the value in the message, what is allowed, and the nearest value.
 BAD_FIELDS = [
     ({"residuals": {"fc1": "ofload"}}, "residuals['fc1']: 'ofload' is not allowed", ANY_DECISION, "offload"),
@@ -35,8 +36,8 @@ BAD_FIELDS = [
     ({"residuals": {"moe**/x": "save"}}, "residuals['moe**/x']", "whole components", None),
     ({"offload_modules": "moe_act"}, "offload_modules: 'moe_act' is not a list", A_LIST, None),
     ({"offload_modules": {"moe_act"}}, "offload_modules: {'moe_act'} is not a list", A_LIST, None),
-    ({"offload_modules": ["moe_atc"]}, "offload_modules: 'moe_atc'", " or ".join(MODULES), "moe_act"),
-    ({"offload_modules": [["moe_act"]]}, "offload_modules: ['moe_act'] is not", " or ".join(MODULES), "moe_act"),
+    ({"offload_modules": ["moe_atc"]}, "offload_modules: 'moe_atc'", one_of(MODULES), "moe_act"),
+    ({"offload_modules": [["moe_act"]]}, "offload_modules: ['moe_act'] is not", one_of(MODULES), "moe_act"),
     ({"offload_modules": ["moe_act"] * 3}, "offload_modules: 'moe_act' is given more than once", "once", None),
     ({"default": "rekompute"}, "default: 'rekompute'", ANY_DECISION, "recompute"),
     ({"dots": None}, "dots: None", ANY_DECISION, None),
@@ -48,8 +49,8 @@ BAD_FIELDS = [
     ({"resident_layers": True}, "resident_layers: True", "whole number >= 0", None),
     ({"offload_layers": "ALL"}, "offload_layers: 'ALL'", "fraction from 0.0 to 1.0", "all"),
     ({"offload_layers": 1.5}, "offload_layers: 1.5", "fraction from 0.0 to 1.0", None),
-    ({"other_layers": "offload"}, "other_layers: 'offload'", "save or recompute", None),
-    ({"on_host_full": "eror"}, "on_host_full: 'eror'", "error or save", "error"),
+    ({"other_layers": "offload"}, "other_layers: 'offload'", "'save' or 'recompute'", None),
+    ({"on_host_full": "eror"}, "on_host_full: 'eror'", "'error' or 'save'", "error"),
 ]
 
 

@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 from jax import lax
 from jax.sharding import AxisType, NamedSharding
 
-from jaxoffload import Policy, accumulate, checkpoint, offload, residuals, scan, scope, tag
+from jaxoffload import Policy, Residual, Residuals, accumulate, checkpoint, offload, residuals, scan, scope, tag
 from jaxoffload._engine.host.need import need_of
 from jaxoffload._engine.layers.layer import Layer
 from jaxoffload._text import readable
@@ -136,7 +136,7 @@ def test_what_jaxs_checkpoint_keeps_under_a_policy_has_its_names(kind):
         ("fc1",): ("offloaded", layers, layers * 128, None),
         ("fc2",): ("saved", layers, layers * 128, None),
     }
-    assert "in jaxoffload.offload(loss) it is ours" in table.notes[-1] and len(table.notes) == 1
+    assert "Wrap the loss, jaxoffload.offload(loss), and it is ours" in table.notes[-1] and len(table.notes) == 1
     assert "a jax.checkpoint has a Policy" not in str(residuals(offload(f), *args))
     named = jax.checkpoint(_tower, policy=saving("fc1"))  # a policy of JAX's
     assert ("fc1",) in {r.names for r in residuals(lambda x, w: named(x, w[0])[0], *args)}
@@ -312,6 +312,21 @@ def test_printed():
     assert gate.split() == f"mlp/fc1.gate bfloat16[2,12] {WIDE} B 3 {3 * WIDE} B offloaded fc1.gate".split()
     assert empty.split() == f"mlp/fc1.gate bfloat16[2,12] {WIDE} B 0 {WIDE} B offloaded {EMPTY}".split()
     assert lines[-1].startswith("device ") and f"host {4 * WIDE} B" in lines[-1]
+
+
+def test_the_smallest_untagged_values_are_one_line():
+    """Also on a mesh; the rows stay."""
+
+    def row(name, size, parts):
+        return Residual((name,) * bool(name), (size,), "int8", size, 1, size, "saved", None, "x", parts=parts)
+
+    table = Residuals((row("fc1", 1000, 2), row("", 9, 2), row("", 200, 2), row("", 6, 1)), mesh=(("data", 2),))
+    words = lambda line: " ".join(line.split())
+    *_, kept, small, total, _ = str(table).splitlines()
+    assert words(kept) == "(untagged) int8[200] 200 B 1 200 B 100 B saved x"
+    assert words(small) == "(untagged) 2 smaller values 15 B 11 B saved under 1 % each"
+    assert total.startswith("device 1.19 KiB") and len(list(table)) == 4
+    assert "smaller values" not in str(Residuals(table.rows[:3]))
 
 
 def test_the_total_says_that_what_runs_again_without_a_name_is_not_in_it():

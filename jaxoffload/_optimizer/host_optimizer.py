@@ -107,6 +107,11 @@ class HostOptimizer:
     masters: bool
     state_dtype: Any
 
+    def __getattr__(self, name: str) -> Any:
+        """Say what stands for `update`, which `nnx.Optimizer` and others call."""
+        why = "write params, state = optimizer.apply(gradients, params, state)" if name == "update" else ""
+        raise AttributeError(f"host_optimizer: the optimizer has no {name!r}" + f"; {why}" * bool(why))
+
     def init(self, params: Any) -> HostState:
         """Return the state of parameters, each array where `placements` says, sharded as its parameter."""
         state, placements = self._shape_of_state(params), self.placements(params)

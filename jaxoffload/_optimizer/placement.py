@@ -154,7 +154,7 @@ def _check(policy: Policy, names: Sequence[str]) -> None:
     for pattern, decision in [*policy.rules, ("default", policy.default)]:
         source = "default" if pattern == "default" else policy.source(pattern)
         if decision == "recompute":
-            text = f"{source}: 'recompute' is not allowed for a state; use save or offload"
+            text = f"{source}: 'recompute' is not allowed for a state; use 'save' or 'offload'"
             text += " (a Policy's default is 'recompute' unless you give one)" if source == "default" else ""
             problems.append(Problem(source, text))
     if problems:

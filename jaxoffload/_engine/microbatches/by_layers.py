@@ -32,7 +32,10 @@ def sums_by_layers(call: Call) -> Sums | None:
     if gradient.reads_refs_late:
         why = "the backward pass of the loss reads or writes a jax.new_ref from outside"
     elif not gradient.scans:
-        why = "the loss has no scan of jaxoffload's that the gradient reaches, outside of other control flow"
+        why = (
+            "the loss has no scan of jaxoffload's that the gradient reaches, outside of other control flow; a lax.scan "
+            "of layers under a Policy becomes one in accumulate(offload(loss))"
+        )
     if why:
         warn(f"accumulate: {why}; the microbatches run one after another")
         return None

@@ -144,7 +144,10 @@ def predict(f: Callable[..., Any], *args: Any, machine: Machine, policy: Policy 
     if not callable(f):
         raise TypeError(f"predict: f must be a function, got {short(f)}")
     if not isinstance(machine, Machine):
-        raise TypeError(f"predict: machine must be a Machine, as machine() returns, got {short(machine)}")
+        raise TypeError(
+            f"predict: machine must be a Machine, got {short(machine)}; machine() returns one, and "
+            "Machine.from_json(text) reads what `python -m jaxoffload machine` printed"
+        )
     if policy is not None and not isinstance(policy, Policy):
         raise TypeError(f"predict: policy must be a jaxoffload.Policy or None, got {short(policy)}")
     with under(whole_program=True):

@@ -124,8 +124,9 @@ _UNDECIDED = (
     "jaxoffload.offload(loss), under a jax.checkpoint with a Policy"
 )
 _BY_JAX = (
-    "a jax.checkpoint has a Policy: JAX itself runs that, so its copies do not overlap, it has no layers, and what it "
-    "recomputes is not shown; in jaxoffload.offload(loss) it is ours, unless it reads or writes a jax.new_ref"
+    "a jax.checkpoint has a Policy, and JAX itself runs it: copies do not overlap, a misspelt name is no error, and "
+    "what is recomputed is not shown. Wrap the loss, jaxoffload.offload(loss), and it is ours, unless it reads or "
+    "writes a jax.new_ref"
 )
 _RUNS_AGAIN = (
     "a checkpoint stands around a scan, chain or checkpoint; what is kept only while the backward pass runs that again "

@@ -64,7 +64,8 @@ class Residual:
 
 @dataclasses.dataclass(frozen=True)
 class Residuals:
-    """The residuals of one function: iterate over its lines, print it, or ask for its totals in bytes.
+    """The residuals of one function: iterate over its lines, print it, or ask for its totals in bytes. Printed, the
+    smallest untagged values are one line.
 
     Attributes:
       rows: what is kept between the forward and the backward pass.
@@ -128,7 +129,7 @@ class Residuals:
 
     def __str__(self) -> str:
         head = ("residual", "shape", "bytes/layer", "layers", "bytes", "per device", "state", "reason")
-        lines = [head, *(_cells(r) for r in self.rows)]
+        lines = [head, *self._lines()]
         if not self.mesh:
             lines = [line[:5] + line[6:] for line in lines]
         widths = [max(len(line[i]) for line in lines) for i in range(len(lines[0]))]
@@ -142,6 +143,16 @@ class Residuals:
             devices = math.prod(size for _, size in self.mesh)
             text.append(f"on each of {devices} devices ({axes}): {self.per_device._totals()}")
         return "\n".join([*text, *self.notes])
+
+    def _lines(self) -> list[tuple[str, ...]]:
+        """Return the cells of each row; of untagged values that have less than 1 % of the bytes each, those of all."""
+        size = sum(r.bytes for r in self.rows)
+        small = [r for r in self.rows if not r.names and r.state == SAVED and 100 * r.bytes < size]
+        if len(small) < 2:
+            return [_cells(r) for r in self.rows]
+        sizes = readable(sum(r.bytes for r in small)), readable(sum(r.bytes_per_device for r in small))
+        one = ("(untagged)", f"{len(small)} smaller values", "", "", *sizes, SAVED, "under 1 % each")
+        return [*(_cells(r) for r in self.rows if r not in small), one]
 
     def _totals(self) -> str:
         return (

@@ -76,7 +76,7 @@ def check(f: Callable[..., Any], *args: Any, policy: Policy) -> None:
       ...     check(layer, jnp.ones(8), policy=policy)
       ... except PolicyError as error:
       ...     print(error)
-      residuals['fcl']: matches no tagged value; the tagged names are fc1; the nearest is 'fc1'
+      residuals['fcl']: matches no tagged value; the names tagged under the policy are fc1; the nearest is 'fc1'
     """
     check_arguments("check", policy)
     with under(whole_program=True):

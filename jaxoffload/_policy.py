@@ -186,7 +186,9 @@ class Policy:
             wanted = math.floor(Fraction(str(wanted)) * layers)  # in floats 0.58 of 50 would be 28
         return max(0, min(int(wanted), layers - self.resident_layers))
 
-    def unmatched(self, names: Iterable[str], one: str = "tagged value", many: str = "tagged names") -> list[Problem]:
+    def unmatched(
+        self, names: Iterable[str], one: str = "tagged value", many: str = "names tagged under the policy"
+    ) -> list[Problem]:
         """Return a problem for each pattern that matches none of `names`, in whose text one is called so, and many."""
         names = sorted(set(names))
         unmatched = [p for p, _ in self.rules if not any(matches(p, n) for n in names)]

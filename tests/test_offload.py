@@ -231,7 +231,9 @@ def test_a_pattern_must_match_a_name_in_one_of_all_stacks():
     table = residuals(offload(functools.partial(loss, both)), X, W)
     assert {row.names for row in table if row.state == "offloaded"} == {("fc1",), ("fc2",)}
     wrong = policy({"fc1": "offload", "fc3": "offload"})
-    with pytest.raises(PolicyError, match=r"fc3.*matches no tagged value; the tagged names are fc1, fc2, layer_input"):
+    with pytest.raises(
+        PolicyError, match=r"fc3.*matches no tagged value; the names tagged under the policy are fc1, fc2, layer_input"
+    ):
         offload(functools.partial(loss, wrong))(X, W)
     offload(functools.partial(loss, wrong), strict=False)(X, W)
 
@@ -317,7 +319,9 @@ def test_a_name_that_only_a_forward_rule_gives_counts(custom_vjp3):
         loss = lambda rules, shape=shape: lambda x, w: jnp.sum(shape(stack(rules))(x, w) ** 2)
         table = residuals(offload(loss(rules)), X, W)
         assert {row.names for row in table if row.state == "offloaded"} == {("kernel",)}
-        with pytest.raises(PolicyError, match=r"kernal.*the tagged names are kernel, layer_input.*nearest is 'kernel'"):
+        with pytest.raises(
+            PolicyError, match=r"kernal.*the names tagged under the policy are kernel, layer_input.*nearest is 'kernel'"
+        ):
             offload(loss(policy({"kernal": "offload"})))(X, W)
 
 

@@ -283,7 +283,7 @@ def test_rule_5_a_module_without_a_match_is_named():
         "offload_modules['core_attn'] -> 'attn/v'",
         "offload_modules['attn_proj', 'core_attn'] -> 'attn/context'",
     ]
-    listed = ["matches no tagged value; the tagged names are attn/act, " in line for line in said]
+    listed = ["matches no tagged value; the names tagged under the policy are attn/act, " in line for line in said]
     assert listed == [True, False, False, False] and all("matches no tagged value; " in line for line in said)
     assert "the nearest is 'attn/act'" in said[-1]
     loose = policy(offload_modules=["moe_act"])

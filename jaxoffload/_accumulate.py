@@ -230,11 +230,15 @@ def _call(
     microbatches = _microbatches(how.caller, batches)
     flat, of_params = jax.tree.flatten(params)
     batch = list(map(as_array, batches.values()))
-    shared = [as_array(x) for (_, x), batched in zip(named, is_batch, strict=True) if not batched]
+    # As under `jax.vmap`, what is no array stays as it is: the loss may branch on it.
+    is_shared = [not batched and hasattr(x, "dtype") for (_, x), batched in zip(named, is_batch, strict=True)]
+    shared = [as_array(x) for (_, x), traced in zip(named, is_shared, strict=True) if traced]
 
     def run(loss: Callable[..., Any], shared: Any, params: Any, microbatch: Any) -> Any:
-        both = {True: iter(microbatch), False: iter(shared)}
-        rest = jax.tree.unflatten(of_others, [next(both[batched]) for batched in is_batch])
+        of_batch, of_all = iter(microbatch), iter(shared)
+        leaves = zip((x for _, x in named), is_batch, is_shared, strict=True)
+        given = [next(of_batch) if batched else next(of_all) if traced else x for x, batched, traced in leaves]
+        rest = jax.tree.unflatten(of_others, given)
         given = dict(zip(numbers, jax.tree.unflatten(of_params, params), strict=True)) | rest["args"]
         return loss(*(given[n] for n in range(len(args))), **rest["kwargs"])
 
@@ -272,7 +276,8 @@ def _batches(how: _How, others: dict[int, Any], kwargs: dict[str, Any], count: i
             raise ValueError(
                 f"{how.caller}: in_axes[{number}], {axes[number]!r}, is no pytree prefix of args[{number}]: {error}"
             ) from None
-        flags += [axis == 0 for axis in jax.tree.leaves(each, is_leaf=is_none)]
+        pairs = zip(*(jax.tree.leaves(tree, is_leaf=is_none) for tree in (each, argument)), strict=True)
+        flags += [axis == 0 for axis, leaf in pairs if leaf is not None]
     return flags + [True] * len(jax.tree.leaves(kwargs))
 
 
@@ -301,8 +306,8 @@ def _refuse_without_gradient(params: dict[int, Any]) -> None:
         named = f"accumulate: args{jax.tree_util.keystr(path)} is"
         if not isinstance(leaf, float | complex) and not any(hasattr(leaf, of) for of in ("dtype", "__jax_array__")):
             raise TypeError(
-                f"{named} {short(leaf)}, a {type(leaf).__name__}, which has no gradient; parameters, which argnums "
-                "names, are arrays. eqx.partition(module, eqx.is_inexact_array) divides a module of Equinox"
+                f"{named} {short(leaf)}, of type {type(leaf).__name__}, which has no gradient; argnums names the "
+                "arguments that are parameters. eqx.partition(module, eqx.is_inexact_array) divides a module of Equinox"
             )
         if hasattr(leaf, "dtype") and not jnp.issubdtype(leaf.dtype, jnp.inexact):
             raise TypeError(
@@ -334,7 +339,7 @@ def _microbatches(caller: str, batches: dict[str, Any]) -> int:
             is_key = jnp.issubdtype(getattr(leaf, "dtype", float), jax.dtypes.prng_key)
             raise TypeError(
                 f"{caller}: {name} has no leading axis of microbatches, which every argument needs that is "
-                f"not in argnums; {_SPLIT if is_key else _SHARE}"
+                f"not in argnums; {_SPLIT if is_key else _SHARE if name.startswith('args') else _BIND}"
             )
     if not batches:
         raise TypeError(f"{caller}: no argument is a batch; at least one must be, split in microbatches")
@@ -349,6 +354,7 @@ def _microbatches(caller: str, batches: dict[str, Any]) -> int:
 
 
 _SHARE = "give in_axes None for what is the same in all microbatches: frozen weights, a step number"
+_BIND = "bind what is the same in all microbatches with functools.partial, or pass it by position with in_axes None"
 _SPLIT = "split the key, one per microbatch: jax.random.split(key, microbatches)"
 
 

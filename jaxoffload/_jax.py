@@ -22,6 +22,7 @@ from jax.extend import source_info_util
 from jax.extend.core import Jaxpr, JaxprEqn, Primitive, jaxpr_as_fun
 from jax.interpreters import ad, batching, mlir
 from jax.interpreters import partial_eval as pe
+from jax.ref import AbstractRef
 
 # --- `jax.interpreters`: what each is for, and the first jax that re-exports it (0.4.30: or an older one). The oldest
 # that we allow is 0.11.2; 0.10 lacked those that say 0.11.
@@ -41,6 +42,7 @@ zero_if_mapped = batching.zero_if_mapped  # for it: axis 0, if the result is bat
 partial_eval_rules = pe.partial_eval_jaxpr_custom_rules  # partial evaluation inside `jax.checkpoint`; 0.4.30
 partial_eval_jaxpr_nounits = pe.partial_eval_jaxpr_nounits  # split a jaxpr into known and unknown (linear) parts; 0.11
 convert_constvars_jaxpr = pe.convert_constvars_jaxpr  # constants as operands; 0.11
+lower_jaxpr = pe.lower_jaxpr2  # a jaxpr without "hi" primitives; 0.11
 dce_jaxpr = pe.dce_jaxpr  # dead-code elimination; 0.4.30
 dce_rules = pe.dce_rules  # its rules; 0.12 also passes which inputs are live; 0.4.30
 lower_fun = mlir.lower_fun  # a lowering rule from a function; 0.4.30
@@ -353,6 +355,10 @@ class Call(Primitive):
             return self._checked(subfuns[0].call_wrapped, *operands, **params)
         return super().bind(*operands, **params)
 
+    def to_lojax(self, *operands: Any, call_jaxpr: Jaxpr, **params: Any) -> Any:
+        """Compute the jaxpr without "hi" primitives, such as that of `jnp.searchsorted`, which have no lowering."""
+        return self.bind(*operands, call_jaxpr=lower_jaxpr(call_jaxpr), **params)
+
 
 def _results(*_: Any, call_jaxpr: Jaxpr, **__: Any) -> tuple[Any, Any]:
     # References that the jaxpr makes and reads itself have no effect outside. If told of one, JAX would look for a
@@ -379,8 +385,12 @@ def as_array(x: Any) -> jax.Array:
 
 
 def evaluate(jaxpr: Jaxpr, operands: Sequence[Any]) -> list[Any]:
-    """Evaluate a jaxpr. JAX then looks for NaNs as in `lax.scan`; for `jaxpr_as_fun` it does as in `jax.checkpoint`."""
-    return eval_jaxpr(jaxpr, jaxpr.consts, *operands)
+    """Evaluate a jaxpr. JAX then looks for NaNs as in `lax.scan`; for `jaxpr_as_fun` it does as in `jax.checkpoint`.
+
+    Constants among the results are arrays, too: JAX returns a bool, or numbers of a type of its own.
+    """
+    outs = zip(jaxpr.outvars, eval_jaxpr(jaxpr, jaxpr.consts, *operands), strict=True)
+    return [x if isinstance(v.aval, AbstractRef) else as_array(x) for v, x in outs]
 
 
 def _evaluate(*operands: Any, call_jaxpr: Jaxpr, **_: Any) -> list[Any]:

@@ -60,8 +60,10 @@ class PureCall:
         if self.nnx is None or not modules:
             return ()
         after = self.nnx.state(modules)
-        added = len(jax.tree.leaves(after)) > len(jax.tree.leaves(before))
-        if not added and self.nnx.graphdef(modules) != self.graph:
+        there = {path for path, _ in self.nnx.to_flat_state(before)}
+        if len(self.nnx.to_flat_state(after)) > len(there):  # such as what it sows
+            self.nnx.pop(modules, lambda path, _: path not in there)
+        if self.nnx.graphdef(modules) != self.graph:
             raise NotImplementedError(
                 f"{self.caller}: the function changes more of a module of Flax NNX than the values of its variables, "
                 "such as an attribute, or by eval(); do that outside"

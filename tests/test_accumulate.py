@@ -187,6 +187,35 @@ def test_what_is_the_same_in_all_microbatches_needs_no_closure():
     assert_close(value, ours_of(PARAMS, x, shared, mask=mask)[0])
 
 
+@pytest.mark.parametrize("nested", [False, True], ids=["an argument", "in an argument"])
+def test_none_and_what_is_no_array_are_passed_as_under_vmap(nested):
+    """The loss may branch on them."""
+
+    def loss(stack, params, x, how):
+        mask, name, act, times = how["these"] if nested else how
+        assert mask is None and name == "twice"
+        y = stack(layer, act(x), of_layers(params), RULES)[0]
+        return jnp.sum(y**2) * (2 if times else 1)
+
+    how = (None, "twice", jnp.tanh, True)
+    given, axes = ({"these": how}, (None, 0, None)) if nested else (how, (None, 0, (None, None, None, None)))
+    x = normal(5, (3, 2, DIM))
+    ours_of = lambda params, x: accumulate(functools.partial(loss, ours), in_axes=axes)(params, x, given)
+    plain_of = one_by_one(lambda params, x: loss(plain, params, x, given))
+    assert_same_bits(*run_each([ours_of, plain_of], PARAMS, x))
+    value = evaluate(functools.partial(loss, ours), in_axes=axes)(PARAMS, x, given)
+    assert_close(value, ours_of(PARAMS, x)[0])
+
+
+def test_none_in_a_batch_is_no_batch():
+    loss = lambda stack, params, batch: jnp.sum(stack(layer, batch["x"], of_layers(params), RULES)[0] ** 2)
+    x = normal(5, (3, 2, DIM))
+    for batch, axes in (({"x": x, "mask": None}, 0), ({"x": x, "mask": None}, (None, {"x": 0, "mask": None}))):
+        ours_of = lambda p, x, b=batch, a=axes: accumulate(functools.partial(loss, ours), in_axes=a)(p, b | {"x": x})
+        plain_of = one_by_one(lambda p, x: loss(plain, p, {"x": x}))
+        assert_same_bits(*run_each([ours_of, plain_of], PARAMS, x))
+
+
 def test_forward_only_is_evaluate_and_warns():
     with pytest.warns(DeprecationWarning, match=r"write: evaluate\(loss, \.\.\.\)"):
         old = accumulate(jnp.vdot, forward_only=True)
@@ -544,6 +573,11 @@ NO_AXIS = "has no leading axis of microbatches, which every argument needs that 
 ERRORS = [
     (lambda: accumulate(good, reduction="avg"), ValueError, "reduction 'avg' is not allowed; use 'mean' or 'sum'"),
     (lambda: accumulate(jnp.sum)(X), TypeError, "accumulate: no argument is a batch"),
+    (
+        lambda: accumulate(lambda w, x, train=True: good(w, x))(X[0], X, train=True),
+        TypeError,
+        "kwargs['train'] has no leading axis of microbatches, which every argument needs that is not in argnums; bind",
+    ),
     (lambda: accumulate(good, in_axes=1), ValueError, "accumulate: in_axes has 1; use 0 for a batch"),
     (lambda: evaluate(good, in_axes=(None, 0, 0))(X, X), ValueError, "in_axes has 3 entries for 2 positional"),
     (
@@ -584,7 +618,7 @@ ERRORS = [
     (
         lambda: accumulate(lambda w, x: jnp.sum(w["w"] * x))({"w": X[0], "of": {"name": "gpt"}}, X),
         TypeError,
-        "accumulate: args[0]['of']['name'] is 'gpt', a str, which has no gradient; parameters, which argnums",
+        "accumulate: args[0]['of']['name'] is 'gpt', of type str, which has no gradient; argnums names",
     ),
     (lambda: accumulate(lambda w, x: jnp.sum(w * x), has_aux=True)(X[0], X), TypeError, "two-element tuple"),
     (lambda: accumulate(lambda w, x: jnp.sum(misspelt(x, w)))(jnp.ones((2, 2, DIM)), X), PolicyError, "fcl"),

@@ -185,6 +185,9 @@ def test_beside_a_reference_the_policy_holds(ours):
     jax.make_jaxpr(misspelt)(X, W)
     with pytest.raises(PolicyError, match=r"'uu'.*the nearest is 'u'"):
         gradient_jaxpr(misspelt, X, W)
+    sorts = lambda x, w: layer(x + jnp.searchsorted(jnp.arange(3.0), x).astype(x.dtype), w)  # a rule of JAX's own
+    with pytest.raises(PolicyError, match=r"'uu'.*the nearest is 'u'"):
+        gradient_jaxpr(ours(counted(sorts, counter), policy=policy({"uu": "offload"})), X, W)
     assert "a jax.checkpoint has a Policy" in str(residuals(ours(body), X, W))
     check(ours(body), X, W, policy=policy({"u": "offload"}, resident_layers=0))
 

@@ -1,7 +1,9 @@
 """host_optimizer: state on the host, and the bits of the transformation on the device."""
 
+import ast
 import copy
 import itertools
+import re
 import sys
 
 import jax
@@ -103,6 +105,12 @@ TRANSFORMATIONS = {
         optax.clip_by_global_norm(1.0), optax.adam(optax.cosine_decay_schedule(1e-3, 9), mu_dtype=jnp.bfloat16)
     ),
     "adamw with a mask": lambda: optax.adamw(1e-3, mask=lambda p: jax.tree.map(lambda x: x.shape[0] == 4, p)),
+    "adamw, a rate that is interpolated": lambda: optax.adamw(
+        lambda step: jnp.interp(step, jnp.array([0.0, 2.0, 9.0]), jnp.array([0.0, 1e-3, 1e-4]))
+    ),
+    "what JAX lowers as a high primitive": lambda: optax.chain(
+        optax.trace(0.9), optax.stateless(lambda u, _: jax.tree.map(lambda x: jnp.ldexp(x, -3), u))
+    ),
     "lion": lambda: optax.lion(1e-3),
     "momentum": lambda: optax.sgd(1e-3, momentum=0.9),
     "rmsprop": lambda: optax.rmsprop(1e-3),
@@ -297,8 +305,9 @@ MIXING = {
         lambda: optax.chain(
             optax.trace(0.9), optax.stateless(lambda u, _: (jax.debug.print("{}", u["layers"]["w"]), u)[1])
         ),
-        "mixes the rows of its first axis",
+        "something that is of no single parameter",
     ),
+    "a scale for all": (contrib.dadapt_adamw, "something that is of no single parameter"),
     "layers that read others": (
         lambda: optax.chain(
             optax.trace(0.9), optax.stateless(lambda u, _: jax.tree.map(lambda x: jnp.roll(x, 1, 0), u))
@@ -315,14 +324,19 @@ def test_what_mixes_layers_is_refused_before_anything_is_compiled(name):
     tx = host_optimizer(make(), policy=ALL, shardings=ONE)
     with pytest.raises(NotImplementedError) as refused:
         tx.placements(params_in())
-    assert why in str(refused.value) and "Policy({" in str(refused.value) and ": 'save'}" in str(refused.value)
+    assert why in str(refused.value) and "default='offload')" in str(refused.value)
+    named = ast.literal_eval(re.search(r"Policy\((\{.*\}),", str(refused.value))[1])
+    host_optimizer(make(), policy=Policy(named, default="offload", min_offload_bytes=0), shardings=ONE).placements(
+        params_in()
+    )
 
 
 def test_state_of_another_array_is_refused():
     swap = lambda u, _: {"a": u["b"], "b": u["a"]}
     tx = host_optimizer(optax.chain(optax.trace(0.9), optax.stateless(swap)), policy=ALL, shardings=ONE)
     with pytest.raises(
-        NotImplementedError, match="the state of a is on the host, and its update reads the state of another, such as b"
+        NotImplementedError,
+        match="the state of a, b is on the host, and the update of a reads that of b; keep it on the",
     ):
         tx.init({"a": jnp.ones((4, 8, 8)), "b": jnp.ones((4, 8, 8))})
 
@@ -477,6 +491,7 @@ def test_a_policy_that_means_nothing_here_is_refused(policy, why):
         ({"policy": "offload"}, "policy must be a jaxoffload.Policy"),
         ({"masters": "float32"}, "masters must be True or False"),
         ({"state_dtype": jnp.int8}, "state_dtype must be a floating dtype, such as bfloat16, got int8"),
+        ({"shardings": {"w": PartitionSpec("d")}}, r"shardings has .*'d'.*; use a jax.sharding.Sharding for each"),
     ],
 )
 def test_arguments_are_judged_at_once(arguments, why):

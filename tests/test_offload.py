@@ -368,6 +368,18 @@ def test_custom_derivatives_stay_and_offload_in_their_rules_is_ours():
         assert_same_bits(each, want)
 
 
+def test_constant_results_are_arrays():
+    """Outside of jit JAX gives a jaxpr's constants as Python's and NumPy's; Equinox would take a bool to be static."""
+
+    def loss(x, w):
+        y = jnp.sum(lax.scan(remat(lambda x, w: (mlp(x, w), None)), x, w)[0] ** 2)
+        return y, {"flag": jnp.array(False), "n": jnp.array(3), "ids": jnp.asarray([1, 2]), "half": jnp.float16(0.5)}
+
+    got, want = (jax.value_and_grad(f, has_aux=True)(X, W)[0][1] for f in (offload(loss), loss))
+    kind = lambda x: (isinstance(x, jax.Array), x.dtype, x.shape, x.aval.weak_type)
+    assert jax.tree.map(kind, got) == jax.tree.map(kind, want)
+
+
 def test_layers_that_write_to_a_ref_stay():
     def loss(x, w):
         count = jax.new_ref(jnp.zeros(()))
@@ -460,6 +472,7 @@ def test_nnx_modules_are_arguments_and_what_layers_change_in_them_is_changed():
     with fast_compiles():
         ours, theirs = make(nnx.Rngs(0)), make(nnx.Rngs(0))
     steps, values = [nnx.jit(nnx.value_and_grad(f)) for f in (offload(loss), loss)], []
+    sown = lambda layers: setattr(layers, "new", nnx.Variable(jnp.ones(())))  # as `sow` adds a variable
     for _ in range(2):
         got, want = (step(m, X) for step, m in zip(steps, (ours, theirs), strict=True))
         jax.tree.map(lambda a, b: np.testing.assert_array_equal(a, b), got, want)
@@ -467,4 +480,8 @@ def test_nnx_modules_are_arguments_and_what_layers_change_in_them_is_changed():
     assert values[0] != values[1]  # another mask
     with pytest.raises(NotImplementedError, match=r"changes more of a module of Flax NNX than .* or by eval\(\)"):
         offload(lambda layers, x: (layers.eval(), loss(layers, x))[1])(ours, X)
+    with pytest.raises(NotImplementedError, match=r"changes more of a module of Flax NNX than"):
+        offload(lambda layers, x: (layers.eval(), sown(layers), loss(layers, x))[2])(ours, X)
+    offload(lambda layers, x: (sown(layers), loss(layers, x))[1])(theirs, X)
+    assert theirs.new[...] == 1
     assert ours.calls[...].tolist() == theirs.calls[...].tolist() == [2, 2, 2]

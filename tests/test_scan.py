@@ -10,11 +10,11 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from autodiff import count, equations, gradient, gradient_jaxpr, in_a_loop, kept_bytes, place, total
+from autodiff import count, equations, gradient, gradient_jaxpr, in_a_loop, kept_bytes, one_by_one, place, total
 from common import assert_close, assert_same_bits, auto_mesh, normal, policy, run_each
 from jax import lax
 
-from jaxoffload import checkpoint, residuals, scan, tag
+from jaxoffload import accumulate, chain, checkpoint, evaluate, offload, residuals, scan, tag
 
 P = jax.P
 N, BATCH, DIM = 5, 4, 8
@@ -52,6 +52,40 @@ def test_unroll(unroll):
     ours = lambda x, w: scan(body, x, w, unroll=unroll, policy=policy(RULES, resident_layers=0))
     reference = lambda x, w: lax.scan(plain(body), x, w, unroll=unroll)
     assert_same_bits(*run_each([gradient(ours, (0, 1)), gradient(reference, (0, 1))], X, WS))
+
+
+EDGES = jnp.linspace(-1.0, 1.0, 5)
+HIGH = {
+    "searchsorted": lambda x: x + jnp.searchsorted(EDGES, x).astype(x.dtype),
+    "interp": lambda x: jnp.interp(x, EDGES, jnp.sin(EDGES)),
+    "nonzero": lambda x: x + x[0][jnp.nonzero(x[0] > 0, size=3)[0]].sum(),
+    "ldexp": lambda x: jnp.ldexp(x, 1),
+    "custom_root": lambda x: lax.custom_root(
+        lambda y: y - jnp.sin(x), x, lambda f, y: y - f(y), lambda g, y: y / g(jnp.ones_like(y))
+    ),
+}
+
+
+@pytest.mark.parametrize("which", HIGH)
+def test_what_jax_lowers_as_a_high_primitive(which):
+    """In the layers and beside them, differentiated and not. From jax 0.12 on these have no lowering of their own."""
+    step = lambda x, w: (jnp.tanh(HIGH[which](tag(x @ w, "fc1"))), None)
+    of = lambda stack: lambda w, x: total(HIGH[which](stack(step, x, w)))
+    rules = policy({"fc1": "offload"})
+    ours = of(lambda f, *args: scan(f, *args, policy=rules)[0])
+    framework = offload(of(lambda f, *args: lax.scan(jax.checkpoint(f, policy=rules), *args)[0]))
+    linked = of(lambda f, x, w: chain([lambda x, w: f(x, w)[0]] * N, x, list(w), policy=rules))
+    theirs = of(lambda f, *args: lax.scan(plain(f, "fc1"), *args)[0])
+    both = lambda f: lambda w, x: (f(w, x), jax.value_and_grad(f)(w, x))
+    *got, linked, want = run_each([*map(both, (ours, framework)), jax.jit(linked), both(theirs)], WS, X)
+    for each in got:
+        assert_same_bits(each, want)
+    assert_close(linked, want[:1])
+    microbatches = jnp.stack([X, -X, X / 2])
+    results = [accumulate(ours), one_by_one(theirs), lambda *args: evaluate(ours)(*args)]
+    *got, value = run_each(results, WS, microbatches)
+    assert_same_bits(*got)
+    assert_close(value, got[0][:1])
 
 
 def test_length_without_xs_and_promotion_of_weak_types():

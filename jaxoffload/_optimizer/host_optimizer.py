@@ -94,6 +94,11 @@ def host_optimizer(
     dtype = None if state_dtype is None else jnp.dtype(state_dtype)
     if dtype is not None and not jnp.issubdtype(dtype, jnp.floating):
         raise TypeError(f"host_optimizer: state_dtype must be a floating dtype, such as bfloat16, got {dtype}")
+    if wrong := [x for x in jax.tree.leaves(shardings) if not isinstance(x, jax.sharding.Sharding)]:
+        raise TypeError(
+            f"host_optimizer: shardings has {short(wrong[0])}; use a jax.sharding.Sharding for each, such as "
+            "NamedSharding(mesh, PartitionSpec('data'))"
+        )
     return HostOptimizer(tx, policy, shardings, masters, dtype)
 
 

@@ -13,14 +13,14 @@ from jax.extend.core.primitives import cond_p, scan_p
 
 from .._engine.jaxprs.inline import evaluate_equations, read
 from .._engine.jaxprs.walk import nested, operands_of
-from .._jax import CALLS, CUSTOM_RULES, has_effects
+from .._jax import CALLS, CUSTOM_RULES, has_effects, lower_jaxpr
 
 UNROLLED = 32  # iterations of a loop; Muon has five
 
 
 def opened(jaxpr: Jaxpr) -> Jaxpr:
     """Return `jaxpr` without calls, short loops, and branches: all of them are computed, as under `jax.vmap`."""
-    return jax.make_jaxpr(lambda *operands: _straight(jaxpr, operands))(*jaxpr.in_avals)
+    return jax.make_jaxpr(lambda *operands: _straight(lower_jaxpr(jaxpr), operands))(*jaxpr.in_avals)
 
 
 def _straight(jaxpr: Jaxpr, operands: Sequence[Any]) -> list[Any]:

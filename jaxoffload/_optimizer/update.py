@@ -6,7 +6,7 @@ must treat the rows of the leaf's first axis by themselves (`rows.py`): it strea
 whose rows are mixed streams as one block.
 """
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Collection, Iterable, Sequence
 from typing import Any
 
 import jax
@@ -25,6 +25,7 @@ from .._engine.jaxprs.inline import (
 from .._engine.layers.rows import filled
 from .._engine.layers.transport import to_host
 from .._jax import ELEMENTWISE, has_effects, where_written
+from .._text import first
 from .opened import opened
 from .placement import Placements
 from .rows import Axis, axes_needed, block_of
@@ -39,6 +40,10 @@ LOOP_BYTES = 2 * 2**30
 # Equations, with the axes along which result and operands are rows; and values that they take from outside, with the
 # axes along which rows of these are taken.
 Part = tuple[list[tuple[JaxprEqn, Axis, Sequence[Axis]]], list[tuple[Var, Axis]]]
+
+
+class _Mixes(Exception):
+    """A part needs what must be apart; it says what."""
 
 
 class Update:
@@ -66,11 +71,19 @@ class Update:
         given = enumerate(zip(self.jaxpr.invars, leaves, strict=True))
         self.on_host: dict[Var, Any] = {v: leaf for n, (v, leaf) in given if n >= state and streams(leaf)}
         self.from_host = self._depending(self.on_host)
-        self.parts = {leaf: self._part(leaf) for leaf in filter(streams, range(len(placements)))}
+        self.parts, refused = dict[int, Part](), dict[int, str]()
+        for leaf in filter(streams, range(len(placements))):
+            try:
+                self.parts[leaf] = self._part(leaf)
+            except _Mixes as why:
+                refused[leaf] = str(why)
+        if refused:
+            raise self._refusal(refused, next(iter(refused.values())))
         once = [v for n, v in self.outputs.items() if leaves[n] not in self.parts]
         effects = [v for eqn in self.jaxpr.eqns if has_effects(eqn) for v in eqn.invars]
-        for v in self.from_host.intersection(variables([*once, *effects])):
-            raise self._refusal(next(leaf for u, leaf in self.on_host.items() if v in self._depending([u])), None)
+        if shared := self.from_host.intersection(variables([*once, *effects])):
+            read = {leaf for v, leaf in self.on_host.items() if not shared.isdisjoint(self._depending([v]))}
+            raise self._refusal(read, "from it the transformation computes something that is of no single parameter")
 
     def _depending(self, on: Iterable[Var]) -> set[Var]:
         return depending(self.jaxpr, on, lambda eqn: False)
@@ -96,7 +109,7 @@ class Update:
                         wanted.setdefault(v, {})[needed] = None
         for v, found in wanted.items():
             if (other := self.on_host.get(v, leaf)) != leaf:
-                raise self._refusal(leaf, None, other)
+                raise _Mixes(f"the update of {self.placements[leaf].name} reads that of {self.placements[other].name}")
             if v in self.on_host and found.keys() != {rows}:
                 return self._as_one_block(leaf, None)
             taken += [(v, axis) for axis in found]
@@ -105,22 +118,20 @@ class Update:
     def _as_one_block(self, leaf: int, eqn: JaxprEqn | None) -> Part:
         """Return the part of a leaf whose rows are mixed, by this equation if it is known."""
         if self.placements[leaf].ndim >= STACK:
-            raise self._refusal(leaf, eqn)
+            how = f" ({' at '.join(filter(None, (eqn.primitive.name, where_written(eqn))))})" if eqn else ""
+            name = self.placements[leaf].name
+            raise _Mixes(f"the update of {name} mixes the rows of its first axis, which are layers{how}")
         self.placements[leaf] = self.placements[leaf]._replace(blocks=1)
         return self._part(leaf)
 
     def _results(self, leaf: int) -> dict[int, Any]:
         return {n: v for n, v in self.outputs.items() if self.leaves[n] == leaf}
 
-    def _refusal(self, leaf: int, eqn: JaxprEqn | None, other: int | None = None) -> NotImplementedError:
-        name = self.placements[leaf].name
-        how = " at ".join(filter(None, (eqn.primitive.name, where_written(eqn)))) if eqn else "a result"
-        why = "mixes the rows of its first axis, which are layers"
-        if other is not None:
-            why = f"reads the state of another, such as {self.placements[other].name}"
+    def _refusal(self, leaves: Collection[int], why: str) -> NotImplementedError:
+        names = [self.placements[leaf].name for leaf in sorted(leaves)]
         return NotImplementedError(
-            f"host_optimizer: the state of {name} is on the host, and its update {why} ({how}); keep it on "
-            f"the device, Policy({{{name!r}: 'save'}}, default='offload'), or use another transformation"
+            f"host_optimizer: the state of {first(names)} is on the host, and {why}; keep it on the device, "
+            f"Policy({dict.fromkeys(names, 'save')}, default='offload'), or use another transformation"
         )
 
     @jax.named_scope(SCOPE)
@@ -131,8 +142,8 @@ class Update:
         once = {n: v for n, v in self.outputs.items() if self.leaves[n] not in self.parts}
         taken = dict.fromkeys(v for _, taken in self.parts.values() for v, _ in taken)
         on_device = [eqn for eqn in jaxpr.eqns if self.from_host.isdisjoint(variables(eqn.invars))]
-        first = jaxpr.replace(eqns=on_device, outvars=[*once.values(), *taken], debug_info=with_unknown_names(jaxpr))
-        evaluate_equations(jaxpr, with_needed_equations(first).eqns, values)
+        apart = jaxpr.replace(eqns=on_device, outvars=[*once.values(), *taken], debug_info=with_unknown_names(jaxpr))
+        evaluate_equations(jaxpr, with_needed_equations(apart).eqns, values)
         new = dict(zip(once, read([*once.values()], values), strict=True))
         before = read([v for v in taken if v not in self.on_host], values)
         for leaves in self._loops():

@@ -12,7 +12,7 @@ from jax.ref import AbstractRef
 
 from ..._jax import VJP_RULES
 from ..._policy import Policy, PolicyError
-from ..jaxprs.walk import walk
+from ..jaxprs.walk import nested, walk
 from .plan import all_names
 
 
@@ -34,7 +34,7 @@ def by_jax(jaxprs: Sequence[Jaxpr], policy: Policy, strict: bool, prevent_cse: b
     custom rule's names are not known here; with one in a function, nothing is checked.
     """
     seen = set().union(*map(all_names, jaxprs))
-    rules = any(site.eqn.primitive.name in VJP_RULES for jaxpr in jaxprs for site in walk(jaxpr))
+    rules = any(site.eqn.primitive.name in VJP_RULES and nested(site.eqn) for of in jaxprs for site in walk(of))
     problems = policy.unmatched(seen) if strict and not rules else []
 
     def refuse(*_: Any, **__: Any) -> Any:

@@ -78,7 +78,7 @@ def _staged(call: Call, stages: Stages, keep_nothing: bool = False) -> StagedLos
     if params["on_stage"] is None:
         raise NotImplementedError(
             "accumulate: stages: a scan inside vmap or checkify, or one that offload replaced, cannot be dealt; call "
-            "jaxoffload.scan"
+            "jaxoffload.scan outside of these"
         )
     if effects := call.jaxpr.effects:
         raise NotImplementedError(

@@ -256,6 +256,16 @@ def test_rule_4_the_warning_points_to_the_user_and_comes_once_in_a_scan():
         assert any("dots: save matched nothing" in note for note in residuals(f, X, W).notes)
 
 
+def test_rule_5_a_default_without_names_says_so():
+    f = under(lambda x, w: jnp.sin(x @ w), default="offload")
+    with pytest.warns(UserWarning, match="default: offload matched nothing: the function has no tagged value"):
+        jax.make_jaxpr(jax.grad(lambda x, w: jnp.sum(f(x, w))))(X, W)
+    with pytest.warns(UserWarning, match="default: offload matched nothing"):
+        assert "default: offload matched nothing" in "".join(residuals(f, X, W).notes)
+    named = under(lambda x, w: jnp.sin(tag(x @ w, "fc1")), default="offload")
+    assert not residuals(named, X, W).notes
+
+
 # ---------------------------------------------------------------------------------------------- 5
 
 

@@ -15,7 +15,7 @@ from ..._jax import jvp_jaxpr
 from ..._policy import Policy
 from ..._tracing import tracing, under
 from ..jaxprs.values import mark_dots
-from .plan import Override, Plan, decide, dots_matched_nothing, make_plan
+from .plan import Override, Plan, decide, make_plan, matched_nothing
 
 
 def looks_for_nans() -> bool:
@@ -79,8 +79,9 @@ def full_plan(jaxpr: Jaxpr, roles: tuple[str, ...], policy: Policy, strict: bool
     dots = policy.dots != "recompute"
     jvp, _ = derivative(jaxpr, _differentiable(jaxpr, dots), False, dots)
     plan, _ = decide(jvp, policy, roles, None, strict, jaxpr)
-    if (note := dots_matched_nothing(policy)) in plan.notes:
-        warn(note)
+    for note in matched_nothing(policy).values():
+        if note in plan.notes:
+            warn(note)
     return plan
 
 

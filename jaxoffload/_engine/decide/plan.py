@@ -270,14 +270,21 @@ def _names_of(eqn: JaxprEqn) -> set[str]:
     return {n.text for n in read_names(eqn.params["name"]) if n != DOT} if eqn.primitive is name_p else set()
 
 
-def dots_matched_nothing(policy: Policy) -> str:
-    return f"dots: {policy.dots} matched nothing: the function has no untagged matmul without batch dimensions"
+def matched_nothing(policy: Policy) -> dict[str, str]:
+    """Return the note on each field that decides about values of a kind, if the function has none of that kind."""
+    kinds = {"dots": "untagged matmul without batch dimensions", "default": "tagged value"}
+    given = {field: getattr(policy, field) for field in kinds}
+    return {
+        field: f"{field}: {decision} matched nothing: the function has no {kinds[field]}"
+        for field, decision in given.items()
+        if decision != "recompute"
+    }
 
 
 def _notes(values: list[Value], policy: Policy, primal: Jaxpr | None) -> tuple[str, ...]:
     notes = [f"offload_modules: {module} -> {', '.join(MODULES[module])}" for module in policy.offload_modules]
-    if policy.dots != "recompute" and not any(v.names == [DOT] for v in values):
-        notes.append(dots_matched_nothing(policy))
+    have = {"dots" if v.names == [DOT] else "default" for v in values if v.names}
+    notes += [note for field, note in matched_nothing(policy).items() if field not in have]
     kept = {n.text for v in values for n in v.names}
     for site in walk(primal) if primal else ():
         if any(eqn.primitive.name in CUSTOM_RULES for eqn in site.enclosing):

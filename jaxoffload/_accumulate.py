@@ -19,6 +19,7 @@ from ._engine.stages.on_stages import Stages, sums_on_stages, values_on_stages
 from ._errors import UserError, deprecated
 from ._jax import as_array, convert_constvars_jaxpr, in_memory_of, without_remat3
 from ._lost_changes import warns_of_lost_changes
+from ._policy import check_functions
 from ._same_draws import warn_of_same_draws
 from ._text import nearest, short
 from ._tracing import tracing, under
@@ -72,8 +73,8 @@ def accumulate(
       same dtypes, except by `sum_dtype`. Other results get a leading axis of microbatches. It cannot be differentiated.
 
     Raises:
-      TypeError, ValueError: `argnums`, `in_axes`, `reduction` or `sum_dtype` is something else, or `virtual_stages` is
-        not a whole number above 0.
+      TypeError, ValueError: `loss`, `argnums`, `in_axes`, `reduction` or `sum_dtype` is something else, or
+        `virtual_stages` is not a whole number above 0.
 
     Raises (when called, before anything is compiled):
       TypeError, ValueError: an argument has no axis of microbatches, or one of another length; and what
@@ -97,6 +98,7 @@ def accumulate(
         deprecated("accumulate(loss, ..., forward_only=True)", "evaluate(loss, ...)")
         axes = {"in_axes": in_axes, "stages": stages, "virtual_stages": virtual_stages}
         return evaluate(loss, argnums, has_aux, reduction=reduction, **axes)
+    check_functions("accumulate", loss=loss)
     how = _judged(_How("accumulate", argnums, in_axes, has_aux, reduction, stages, virtual_stages, sum_dtype))
 
     @functools.wraps(loss)
@@ -149,6 +151,7 @@ def evaluate(
       >>> float(jax.jit(evaluate(loss))(jnp.ones((8, 8)), jnp.ones((4, 2, 8))))  # 4 microbatches
       8.0
     """
+    check_functions("evaluate", loss=loss)
     how = _judged(_How("evaluate", argnums, in_axes, has_aux, reduction, stages, virtual_stages))
 
     @functools.wraps(loss)

@@ -24,7 +24,7 @@ from ._engine.layers.scan_primitive import body_of, scan_p
 from ._engine.microbatches.interleaved import interleaved_p
 from ._errors import deprecated
 from ._jax import without_remat3
-from ._policy import Policy, PolicyError, check_arguments
+from ._policy import Policy, PolicyError, check_arguments, check_functions
 from ._tracing import under
 
 
@@ -65,7 +65,7 @@ def check(f: Callable[..., Any], *args: Any, policy: Policy) -> None:
       HostPoolFull: with the bytes that are needed, those in the pool, and the `offload_layers` that would fit. Not
         where there is no pinned host pool (CPU), unless `XLA_PJRT_GPU_HOST_MEMORY_LIMIT_GB` says how large it would be.
       ValueError: nothing in `f` uses `policy`.
-      TypeError: policy is not a Policy.
+      TypeError: f is not a function, or policy not a Policy.
 
     Example:
       >>> import jax.numpy as jnp
@@ -78,6 +78,7 @@ def check(f: Callable[..., Any], *args: Any, policy: Policy) -> None:
       ...     print(error)
       residuals['fcl']: matches no tagged value; the names tagged under the policy are fc1; the nearest is 'fc1'
     """
+    check_functions("check", f=f)
     check_arguments("check", policy)
     with under(whole_program=True):
         jaxpr = jax.make_jaxpr(f)(*args)

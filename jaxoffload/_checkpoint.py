@@ -14,7 +14,7 @@ import jax
 from ._engine.decide.checkpoint_primitive import bind
 from ._engine.decide.mutable_refs import by_jax, takes_refs
 from ._jax import without_remat3
-from ._policy import Policy, check_arguments
+from ._policy import Policy, check_arguments, check_functions
 
 
 def checkpoint(
@@ -58,8 +58,7 @@ def checkpoint(
       (4, 8)
     """
     check_arguments("checkpoint", policy, strict)
-    if not callable(f):
-        raise TypeError(f"checkpoint: f must be a function, got {f!r}")
+    check_functions("checkpoint", f=f)
     if not isinstance(prevent_cse, bool):
         raise TypeError(f"checkpoint: prevent_cse must be True or False, for all arguments, got {prevent_cse!r}")
 

@@ -22,7 +22,7 @@ from ._engine.layers.loops import is_ours
 from ._engine.layers.scan_primitive import in_our_scan, scan_p, the_scan
 from ._errors import Problem, warn
 from ._jax import VJP_RULES, evaluate, without_remat3
-from ._policy import Policy, PolicyError, check_switches
+from ._policy import Policy, PolicyError, check_functions, check_switches
 from ._pure_call import PureCall
 from ._refusals import refuse_remat3
 from ._replace import Replaced, in_custom_derivatives, our_scan, policy_of, with_ours
@@ -69,8 +69,7 @@ def offload(f: Callable[..., Any], *, strict: bool = True) -> Callable[..., Any]
       >>> [row.layers for row in table if row.names == ("fc1",) and row.state == "offloaded" and row.kind == "value"]
       [2]
     """
-    if not callable(f):
-        raise TypeError(f"offload: f must be a function, got {f!r}")
+    check_functions("offload", f=f)
     check_switches("offload", strict=strict)
 
     def ours(jaxpr: Jaxpr) -> Jaxpr:

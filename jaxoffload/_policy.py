@@ -220,6 +220,13 @@ def check_arguments(caller: str, policy: Any, strict: Any = True) -> None:
     check_switches(caller, strict=strict)
 
 
+def check_functions(caller: str, **functions: Any) -> None:
+    """Raise TypeError if one of these arguments of `caller` is not a function."""
+    for name, value in functions.items():
+        if not callable(value):
+            raise TypeError(f"{caller}: {name} must be a function, got {short(value)}")
+
+
 def check_switches(caller: str, **switches: Any) -> None:
     """Raise TypeError if one of these arguments of `caller` is not a bool: any other value is true or false, too."""
     for name, value in switches.items():

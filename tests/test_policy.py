@@ -13,10 +13,43 @@ from hypothesis import example, given, settings
 from hypothesis import strategies as st
 from jax.ad_checkpoint import checkpoint_name
 
-from jaxoffload import Policy, PolicyError, check, checkpoint, residuals, scan, tag
+from jaxoffload import (
+    Policy,
+    PolicyError,
+    accumulate,
+    check,
+    checkpoint,
+    evaluate,
+    offload,
+    proof,
+    residuals,
+    scan,
+    tag,
+)
 from jaxoffload._megatron import MODULES
 from jaxoffload._policy import matches
 from jaxoffload._text import one_of
+
+NO_FUNCTION = {
+    "accumulate": accumulate,
+    "check": functools.partial(check, policy=Policy()),
+    "checkpoint": functools.partial(checkpoint, policy=Policy()),
+    "evaluate": evaluate,
+    "offload": offload,
+    "plan": functools.partial(proof.plan, budget="1GiB", machine="machines/h200.json"),
+    "predict": functools.partial(proof.predict, machine=None),
+    "profile": proof.profile,
+    "residuals": residuals,
+    "scan": functools.partial(scan, init=0.0, xs=None, policy=Policy()),
+    "verify": proof.verify,
+}
+
+
+@pytest.mark.parametrize("name", NO_FUNCTION)
+def test_what_is_given_in_place_of_a_function_is_named(name):
+    with pytest.raises(TypeError, match=rf"^{name}: (f|loss) must be a function, got {{'w': Array\("):
+        NO_FUNCTION[name]({"w": jnp.ones(3)})
+
 
 ANY_DECISION, A_LIST, A_SIZE = "'save', 'offload' or 'recompute'", "such as ['moe_act']", "512KiB"
 # Fields, the key and the value in the message, what is allowed, and the nearest value.

@@ -10,7 +10,7 @@ from ..._engine.cost.cost import cost
 from ..._engine.host.need import held_by_arguments, need_of
 from ..._engine.jaxprs.walk import walk
 from ..._jax import without_remat3
-from ..._policy import Policy
+from ..._policy import Policy, check_functions
 from ..._text import readable, short
 from ..._tracing import Trial, under
 from .._program.host_transfers import is_of_an_optimizer
@@ -141,8 +141,7 @@ def predict(f: Callable[..., Any], *args: Any, machine: Machine, policy: Policy 
       >>> prediction.host // 2**20, prediction.loops[0].copies[0].bytes // 2**20  # 7 or 8 layers and a padding row
       (512, 64)
     """
-    if not callable(f):
-        raise TypeError(f"predict: f must be a function, got {short(f)}")
+    check_functions("predict", f=f)
     if not isinstance(machine, Machine):
         raise TypeError(
             f"predict: machine must be a Machine, got {short(machine)}; machine() returns one, and "

@@ -22,7 +22,7 @@ from ..._engine.jaxprs.flat import mesh_of
 from ..._engine.jaxprs.source import Source, source_of
 from ..._engine.layers.loops import DifferentiatedTwice
 from ..._jax import nbytes, on_host, without_remat3
-from ..._policy import Policy, check_arguments
+from ..._policy import Policy, check_arguments, check_functions
 from ..._tracing import Remarks, under
 from .divided import divided, rows_of
 from .plans import Plans, Recomputed
@@ -46,7 +46,7 @@ def residuals(f: Callable[..., Any], *args: Any, policy: Policy | None = None) -
       PolicyError, HostPoolFull: as the `scan`s, `chain`s and `checkpoint`s in `f` do; HostPoolFull also if the pinned
         host pool holds each of them, but not all together.
       NotImplementedError: likewise; or `f` differentiates what is in it, as a training step does: give its loss.
-      TypeError: policy is not a Policy.
+      TypeError: f is not a function, or policy not a Policy.
 
     Example:
       >>> import jax, jax.numpy as jnp
@@ -56,6 +56,7 @@ def residuals(f: Callable[..., Any], *args: Any, policy: Policy | None = None) -
       >>> [(r.names, r.state, r.bytes) for r in table], table.host_bytes
       ([(('fc1',), 'offloaded', 1048576)], 1048576)
     """
+    check_functions("residuals", f=f)
     if policy is not None:
         check_arguments("residuals", policy)
     fun = f if policy is None else checkpoint(f, policy=policy)

@@ -14,7 +14,7 @@ from ._engine.decide.mutable_refs import by_jax, takes_refs
 from ._engine.layers.scan_primitive import in_our_scan, traced_on_a_stage, with_our_scan
 from ._jax import as_array, evaluate, without_remat3
 from ._lost_changes import warns_of_lost_changes
-from ._policy import Policy, check_arguments, check_functions
+from ._policy import Policy, check_arguments
 from ._tracing import tracing
 
 
@@ -53,7 +53,7 @@ def scan(
       The last carry, and the ys, stacked to (layers, ...).
 
     Raises:
-      TypeError: f is not a function, policy not a Policy, or strict not a bool; and what `lax.scan` raises.
+      TypeError: policy is not a Policy, or strict not a bool; and what `lax.scan` raises.
 
     Raises (when differentiated, before anything is compiled):
       PolicyError: a pattern matches nothing, or two names of one value have different decisions.
@@ -70,7 +70,6 @@ def scan(
       >>> jax.jit(jax.grad(loss))(jnp.ones((3, 8, 8)), jnp.ones((4, 8))).shape
       (3, 8, 8)
     """
-    check_functions("scan", f=f)
     check_arguments("scan", policy, strict)
     f = warns_of_lost_changes(f, "scan", init, xs)
 

@@ -1,6 +1,7 @@
 """Policy: its fields, its patterns against a slow and literal reading, and its use as JAX's own policy."""
 
 import dataclasses
+import functools
 import re
 from decimal import Decimal
 
@@ -40,7 +41,6 @@ NO_FUNCTION = {
     "predict": functools.partial(proof.predict, machine=None),
     "profile": proof.profile,
     "residuals": residuals,
-    "scan": functools.partial(scan, init=0.0, xs=None, policy=Policy()),
     "verify": proof.verify,
 }
 

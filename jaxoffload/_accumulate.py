@@ -389,7 +389,7 @@ def _stages(how: _How) -> Stages | None:
         )
     if mesh.shape[axis] == 1 or tracing().reference or jax.config.jax_disable_jit:
         return None
-    return Stages(axis, mesh.shape[axis], how.virtual_stages)
+    return Stages(how.caller, axis, mesh.shape[axis], how.virtual_stages)
 
 
 def _one_by_one(call: Call) -> Sums:

@@ -297,7 +297,7 @@ def _allowed(section: str, key: str, value: object) -> str | None:
 
 def _broken(config: Config) -> Iterator[str]:
     """Yield a line for each condition between keys that does not hold; it names every key that it reads."""
-    for relations in (_shapes, _experts, _batches, _stages):
+    for relations in (_shapes, _experts, _batches, _stages, _budgets):
         yield from relations(config)
 
 
@@ -316,6 +316,11 @@ def _shapes(config: Config) -> Iterator[str]:
         yield "data.document_mask = True: must be false where model.attention = 'te', whose kernels limit documents"
     if model.d_head % 2:
         yield f"model.d_model / model.heads or model.head_dim = {model.d_head}: must be even; RoPE rotates pairs"
+    if scaling := model.rope_scaling:
+        _, low, high, _ = scaling
+        if min(scaling) <= 0 or low >= high:
+            must = "must be above 0, the second below the third: factor, low and high frequency factor, original length"
+            yield f"model.rope_scaling = {list(scaling)}: {must}"
     dense = ["model.d_ff"] if model.dense_layers or not model.experts else []
     yield from _divides(config, "mesh.tensor", "model.heads", "model.kv_heads", *dense, "model.vocab_size")
     parts = mesh.stage * mesh.tensor
@@ -323,6 +328,12 @@ def _shapes(config: Config) -> Iterator[str]:
         yield f"mesh.stage * mesh.tensor = {parts}: must divide model.vocab_size = {model.vocab_size}"
     if model.d_model % (parts := mesh.fsdp * mesh.expert):
         yield f"mesh.fsdp * mesh.expert = {parts}: must divide model.d_model = {model.d_model}"
+
+
+def _budgets(config: Config) -> Iterator[str]:
+    remat = config.remat
+    if remat.host_budget is not None and remat.budget is None:
+        yield f"remat.host_budget = {remat.host_budget!r}: needs remat.budget, for which a policy is planned"
 
 
 def _experts(config: Config) -> Iterator[str]:

@@ -76,6 +76,7 @@ _LLAMA3 = ("factor", "low_freq_factor", "high_freq_factor", "original_max_positi
 # What the model cannot represent otherwise, and what holds where a config.json, of an older transformers, says nothing.
 _ONLY = dict[str, Any](attention_bias=False, mlp_bias=False, partial_rotary_factor=1, decoder_sparse_step=1)
 _ONLY |= {"hidden_act": "silu", "mlp_only_layers": [], "quantization_config": None}
+_DTYPES = ("bfloat16", "float16", "float32")  # of what is written
 _DEFAULTS = dict[str, Any](tie_word_embeddings=False, norm_topk_prob=False, rope_theta=10000.0)
 
 
@@ -105,7 +106,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 def model_section(folder: Path) -> str:
     """Return the section `model`, in YAML, for the model in a folder."""
-    values = read_model(json.loads((folder / "config.json").read_text()))
+    values = read_model(read_config(folder))
     return "\n  ".join(["model:", *(f"{key}: {json.dumps(value)}" for key, value in values.items())])
 
 
@@ -115,18 +116,21 @@ def import_weights(folder: Path, config: Config) -> None:
     Raises:
       ConfigError: the model of the config is another one, a tensor is missing, or `train.out` has a checkpoint.
     """
-    theirs, out = json.loads((folder / "config.json").read_text()), Path(config.train.out)
+    theirs, out = read_config(folder), Path(config.train.out)
     check_model(theirs, config)
     config = replace(config, model=replace(config.model, param_dtype="float32"))
     abstract, stored = on_one_device(config, 1).params, on_one_device(config, config.train.virtual_stages)
     tensors, files = tensors_of(abstract, theirs["model_type"]), dict[str, Any]()
     for path in sorted(folder.glob("*.safetensors")):
-        file = safetensors.safe_open(path, framework="numpy")
+        try:
+            file = safetensors.safe_open(path, framework="numpy")
+        except safetensors.SafetensorError as error:
+            raise ConfigError(f"{path}: {error}") from error
         files |= dict.fromkeys(file.keys(), file)
+    check_names(tensors, set(files))
     with checkpoints.open_manager(out) as manager:
         if manager.latest_step() is not None:
             raise ConfigError(f"train.out = {str(out)!r}: has a checkpoint; give another folder, or delete it")
-        check_names(tensors, set(files))
         read = lambda name: files[name].get_tensor(name)
         leaf = lambda path, like: jax.device_put(stack(*tensors[path_of(path)], like.shape, read), like.sharding)
         params = jax.tree_util.tree_map_with_path(leaf, abstract)
@@ -141,8 +145,13 @@ def export_weights(config: Config, folder: Path) -> None:
     Raises:
       ConfigError: there is no checkpoint, config.json is of another model, or the folder has weights.
     """
-    theirs, out = json.loads((folder / "config.json").read_text()), Path(config.train.out)
+    theirs, out = read_config(folder), Path(config.train.out)
     check_model(theirs, config)
+    dtype = theirs.get("dtype") or theirs.get("torch_dtype") or "float32"
+    if dtype not in _DTYPES:
+        raise ConfigError(f"{folder}/config.json: dtype {dtype!r}: must be one of {', '.join(_DTYPES)}")
+    if not (out / "checkpoints").is_dir():
+        raise ConfigError(f"train.out = {str(out)!r}: has no checkpoint")
     if any(folder.glob("*.safetensors")):
         raise ConfigError(f"{folder}: has weights; give another folder, with config.json")
     config = replace(config, model=replace(config.model, param_dtype="float32"))
@@ -154,7 +163,6 @@ def export_weights(config: Config, folder: Path) -> None:
         wanted = checkpoints.checked(manager, step, config, mesh)
         masters, _ = checkpoints.converted(checkpoints.restore(manager, step, wanted), stored)
         params = regrouped(masters, abstract)
-    dtype = theirs.get("dtype") or theirs.get("torch_dtype") or "float32"
     write_weights(folder, params, tensors_of(abstract, theirs["model_type"]), dtype)
     print(f"{out}/checkpoints/{step} is now {folder}")
 
@@ -166,6 +174,22 @@ def on_one_device(config: Config, virtual_stages: int) -> State:
 
 
 # ---- config.json ----
+
+
+def read_config(folder: Path) -> dict[str, Any]:
+    """Return what a folder's config.json says.
+
+    Raises:
+      ConfigError: it is no JSON, or no mapping.
+    """
+    path = folder / "config.json"
+    try:
+        theirs = json.loads(path.read_text())
+    except ValueError as error:
+        raise ConfigError(f"{path}: {error}") from error
+    if not isinstance(theirs, dict):
+        raise ConfigError(f"{path}: must be a mapping")
+    return theirs
 
 
 def read_model(theirs: Mapping[str, Any]) -> dict[str, Any]:

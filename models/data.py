@@ -80,6 +80,8 @@ def files_of(path: str | Sequence[str]) -> list[Path]:
             allowed = "allowed are 'stdlib' and globs of .txt, .jsonl and .parquet files"
             raise ConfigError(f"data.path = {path!r}: {pattern!r} matches no file; {allowed}")
         found.update(files)
+    if not found:
+        raise ConfigError(f"data.path = {path!r}: names no file; give globs of .txt, .jsonl and .parquet, or 'stdlib'")
     return sorted(found)
 
 
@@ -95,11 +97,16 @@ class Documents:
         self.sizes = [file.stat().st_size for file in files]
         # Small where there is little text, so that each row of a batch has blocks of its own.
         self.block_bytes = min(_LARGEST, max(_SMALLEST, sum(self.sizes) // (16 * rows)))
-        blocks = [
-            parquet.ParquetFile(file).num_row_groups if file.suffix == ".parquet" else -(-size // self.block_bytes)
-            for file, size in zip(files, self.sizes, strict=True)
-        ]
-        self.ends = np.cumsum(blocks)  # the number of blocks in each file and those before it
+        blocks = map(self._blocks, files, self.sizes)
+        self.ends = np.cumsum([*blocks])  # the number of blocks in each file and those before it
+
+    def _blocks(self, file: Path, size: int) -> int:
+        if file.suffix != ".parquet":
+            return -(-size // self.block_bytes)
+        try:
+            return int(parquet.ParquetFile(file).num_row_groups)
+        except (OSError, ValueError) as error:
+            raise ConfigError(f"data.path: {file} cannot be read as .parquet ({error})") from error
 
     def __len__(self) -> int:
         return int(self.ends[-1])
@@ -109,12 +116,11 @@ class Documents:
         number = int(np.searchsorted(self.ends, index, side="right"))
         file, block = self.files[number], index - int(self.ends[number - 1] if number else 0)
         try:
-            texts = self._read(file, block)
-        except (OSError, ValueError, KeyError, TypeError) as error:
+            # JSON can have half of a surrogate pair, which no tokenizer takes.
+            return [text.encode(errors="replace").decode() for text in self._read(file, block) if text]
+        except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
             why = f"cannot be read as text, or as records with data.text_field = {self.text_field!r} ({error!r})"
             raise ConfigError(f"data.path: {file} {why}") from error
-        # JSON can have half of a surrogate pair, which no tokenizer takes.
-        return [text.encode(errors="replace").decode() for text in texts if text]
 
     def _read(self, file: Path, block: int) -> list[str]:
         if file.suffix == ".parquet":

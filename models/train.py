@@ -77,6 +77,11 @@ def join(distributed: Distributed) -> None:
     From then on JAX ends all processes once one is lost for 100 seconds, and its preemption service takes SIGTERM.
     """
     launched = any(int(os.environ.get(name, 1)) > 1 for name in ("SLURM_STEP_NUM_TASKS", "OMPI_COMM_WORLD_SIZE"))
+    _, processes, number = given = astuple(distributed)
+    if not launched and None in given and any(value is not None for value in given):
+        raise ConfigError(f"distributed = {distributed}: give all three, or none and a launcher: Slurm or Open MPI")
+    if None not in (processes, number) and number >= processes:
+        raise ConfigError(f"distributed.process_id = {number}: must be less than num_processes = {processes}")
     if launched or distributed.coordinator:
         # After an error a process waits for the others, before it leaves: they may wait for it in a collective.
         jax.distributed.initialize(*astuple(distributed), shutdown_timeout_seconds=60)  # type: ignore[misc]

@@ -43,6 +43,9 @@ BAD_VALUES = {
     # one key against another
     "model.kv_heads=3": ("model.kv_heads = 3: ", "must divide model.heads = 4"),
     "model.head_dim=5": ("model.d_model / model.heads or model.head_dim = 5: ", "must be even; RoPE rotates pairs"),
+    "model.rope_scaling=[0, 0, 0, 0]": ("model.rope_scaling = [0", "must be above 0, the second below the third"),
+    "model.rope_scaling=[8, 4, 4, 8192]": ("model.rope_scaling = [8", "the second below the third"),
+    "remat.host_budget=1GiB": ("remat.host_budget = '1GiB': ", "needs remat.budget, for which a policy is planned"),
     "mesh.tensor=3": ("mesh.tensor = 3: ", "must divide model.heads = 4 and model.kv_heads = 2 and model.d_ff = 128 "),
     "mesh.fsdp=3; train.batch_size=6": ("mesh.fsdp * mesh.expert = 3: ", "must divide model.d_model = 64"),
     "model.aux_loss=0.1": ("model.aux_loss = 0.1: ", "must not be given where model.experts = 0; the layers are dense"),

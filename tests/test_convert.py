@@ -196,6 +196,21 @@ def test_what_cannot_be_imported_is_said(change, said, tmp_path, capsys):
     assert main("import", described(tmp_path / "theirs", LLAMA | change), path, f"train.out={tmp_path / 'out'}") == 2
     first, *lines = capsys.readouterr().err.splitlines()
     assert first == "cannot be converted:" and any(said in line for line in lines)
+    assert not (tmp_path / "out").exists()
+
+
+@pytest.mark.parametrize("text, said", [("{", "config.json: Expecting"), ("[]", "config.json: must be a mapping")])
+def test_a_config_that_is_none_is_named(text, said, tmp_path, capsys):
+    (tmp_path / "config.json").write_text(text)
+    for command in (("model", tmp_path), ("import", tmp_path, written(tmp_path, MODELS["llama"]))):
+        assert main(*command) == 2 and said in capsys.readouterr().err
+
+
+def test_a_file_of_weights_that_ends_early_is_named(tmp_path, capsys):
+    folder = described(tmp_path / "theirs", LLAMA)
+    (tmp_path / "theirs/model.safetensors").write_bytes(b"x")
+    assert main("import", folder, written(tmp_path, MODELS["llama"]), f"train.out={tmp_path / 'out'}") == 2
+    assert "theirs/model.safetensors: " in capsys.readouterr().err
 
 
 def test_tensors_that_are_missing_or_unknown_or_of_another_shape_are_named(tmp_path, capsys):
@@ -236,7 +251,10 @@ def test_tensors_that_are_missing_or_unknown_or_of_another_shape_are_named(tmp_p
 def test_what_cannot_be_exported_is_said(override, said, tmp_path, capsys):
     path, theirs = written(tmp_path, MODELS["mixtral"]), described(tmp_path / "b", MODELS["mixtral"])
     assert main("export", path, theirs, f"train.out={tmp_path / 'out'}", f"model.{override}") == 2
-    assert said in capsys.readouterr().err
+    assert said in capsys.readouterr().err and not (tmp_path / "out").exists()
+    described(tmp_path / "b", MODELS["mixtral"] | {"dtype": "float99"})
+    assert main("export", path, theirs, f"train.out={tmp_path / 'out'}") == 2
+    assert "dtype 'float99': must be one of bfloat16, float16, float32" in capsys.readouterr().err
     assert main("export", path, tmp_path / "nowhere") == 2
     assert f"No such file or directory: '{tmp_path}/nowhere/config.json'" in capsys.readouterr().err
 

@@ -112,6 +112,13 @@ def test_the_data_of_each_config_fills_its_batches(path):
         ({"a.txt": "short"}, "*", "has 1 blocks of text, fewer than train.batch_size = 8"),
         ({f"{n}.jsonl": "{" for n in range(9)}, "*", "0.jsonl cannot be read as text, or as records with"),
         ({f"{n}.jsonl": '{"body": "x"}' for n in range(9)}, "*", "data.text_field = 'text' (KeyError('text'))"),
+        ({f"{n}.jsonl": '{"text": 5}' for n in range(9)}, "*", "0.jsonl cannot be read as text, or as records with"),
+        (
+            {f"{n}.jsonl": '{"text": ["x"]}' for n in range(9)},
+            "*",
+            "0.jsonl cannot be read as text, or as records with",
+        ),
+        ({"a.parquet": "x"}, "*", "a.parquet cannot be read as .parquet"),
         ({f"{n}.txt": f"{n}" for n in range(9)}, "*", "data.valid_fraction = 0.3: holds out 0 rows of train.seq_len"),
     ],
 )
@@ -121,6 +128,8 @@ def test_what_is_wrong_with_the_data_is_said(files, path, said, config, tmp_path
     with pytest.raises(ConfigError) as caught:
         data.open_data(changed(config, "data", path=f"{tmp_path}/{path}"))
     assert said in str(caught.value)
+    with pytest.raises(ConfigError, match=r"data.path = \(\): names no file"):
+        data.open_data(changed(config, "data", path=()))
 
 
 # ---- tokens ----

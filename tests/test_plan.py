@@ -17,7 +17,7 @@ from common import ROOT, SHORT, auto_mesh
 from jax.ad_checkpoint import checkpoint_name
 from jax.experimental import multihost_utils
 
-from jaxoffload import Policy, Schedule, accumulate, checkpoint, plan, residuals, scan, tag, verify
+from jaxoffload import Policy, PolicyError, Schedule, accumulate, checkpoint, plan, residuals, scan, tag, verify
 from jaxoffload._engine.cost.cost import cost
 from jaxoffload._text import readable
 from jaxoffload._tracing import Trial
@@ -64,6 +64,11 @@ def of(*sizes):
 
 
 ARGS = {"in": of(LAYERS, D, H), "out": of(LAYERS, H, D)}, of(B, D)
+
+
+def test_a_pattern_of_fixed_that_matches_nothing_is_refused():
+    with pytest.raises(PolicyError, match=r"^residuals\['hh'\]: matches no tagged value; the names"):
+        planned(fixed=Policy({"hh": "save"}))
 
 
 def planned(*args, f=loss, machine=TOY, fixed=ALL, **budgets):

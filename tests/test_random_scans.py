@@ -489,7 +489,7 @@ PARTS, A_BATCH = 4, 6  # on average
 
 
 @pytest.mark.parametrize("part", range(PARTS))
-@pytest.mark.filterwarnings("ignore:jaxoffload. dots")
+@pytest.mark.filterwarnings("ignore:jaxoffload. (dots|default)")
 def test_random_scans(part):
     @seed(part)
     @settings(

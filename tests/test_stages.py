@@ -367,6 +367,18 @@ def test_what_cannot_be_staged_is_refused_before_anything_is_compiled(loss, how,
         on_mesh(accumulate(loss, **{"stages": "stage", **how}), (2, 1, 1), (PARAMS, X))
 
 
+def test_an_evaluation_says_that_it_is_one_and_has_no_derivative():
+    on_stages = evaluate(stack_of(8), stages="stage")
+    with pytest.raises(ValueError, match=r"^evaluate: the loss has scans of 7 layers, .* layers of one must"):
+        on_mesh(evaluate(stack_of(7), stages="stage"), (2, 1, 1), (PARAMS, X))
+    assert_close(on_mesh(on_stages, (2, 1, 1), (PARAMS, X)), evaluate(stack_of(8))(PARAMS, X))
+    frozen = lambda params, x: stack_of(8)(jax.tree.map(lax.stop_gradient, params), x)
+    assert_close(on_mesh(evaluate(frozen, stages="stage"), (2, 1, 1), (PARAMS, X)), evaluate(frozen)(PARAMS, X))
+    for derivative in (jax.grad(on_stages), jax.grad(on_stages, 1), lambda *args: jax.jvp(on_stages, args, args)):
+        with pytest.raises(NotImplementedError, match=r"^evaluate: on pipeline stages it cannot be differentiated"):
+            on_mesh(derivative, (2, 1, 1), (PARAMS, X))
+
+
 def in_parts(f, into=("data",), **how):
     """`f` in a shard_map over the axis data. It is made where it is called: JAX keeps the mesh of the first call."""
     how = {"in_specs": P("data"), "out_specs": P(*into), "axis_names": {"data"}, "check_vma": False, **how}

@@ -24,7 +24,7 @@ import jaxoffload
 from jaxoffload.grouped import te
 from jaxoffload.proof import exact_options
 from models import metrics, train
-from models.config import Config, Distributed, Mesh, load
+from models.config import Config, ConfigError, Distributed, Mesh, load
 from models.sharding import abstract_mesh, make_mesh
 
 CONFIG = """\
@@ -304,6 +304,22 @@ def test_processes_join_when_the_launcher_or_the_config_says_so(monkeypatch, env
         monkeypatch.setenv(name, value)
     train.join(distributed)
     assert calls == expected
+
+
+@pytest.mark.parametrize(
+    "distributed, said",
+    [
+        (Distributed(num_processes=2, process_id=0), "give all three, or none and a launcher"),
+        (Distributed("a:1"), "give all three, or none and a launcher"),
+        (Distributed("a:1", 2, 2), "distributed.process_id = 2: must be less than num_processes = 2"),
+    ],
+)
+def test_a_part_of_what_joins_processes_is_refused(monkeypatch, distributed, said):
+    for name in ("SLURM_STEP_NUM_TASKS", "OMPI_COMM_WORLD_SIZE"):
+        monkeypatch.delenv(name, raising=False)
+    monkeypatch.setattr(jax.distributed, "initialize", None)
+    with pytest.raises(ConfigError, match=said):
+        train.join(distributed)
 
 
 # ---- what cannot run says why ----

@@ -4,6 +4,8 @@ import dataclasses
 from collections.abc import Sequence
 from typing import Any, NamedTuple
 
+import jax
+
 from ..._policy import Policy
 from ..._text import readable
 from ..._tracing import tracing
@@ -22,8 +24,9 @@ from .schedule import Schedule
 
 
 class Stages(NamedTuple):
-    """Pipeline stages: over which mesh axis, its size, and how many chunks of layers each has."""
+    """Pipeline stages: for which caller, over which mesh axis, its size, and how many chunks of layers each has."""
 
+    caller: str
     axis: str
     size: int
     virtual: int
@@ -49,41 +52,58 @@ def sums_on_stages(call: Call, stages: Stages) -> Sums:
 
 def values_on_stages(call: Call, stages: Stages) -> tuple[Any, Any]:
     """Return all losses, and the other results."""
+    of = lambda operands: list(map(_without_derivative, operands))
+    call = call._replace(consts=of(call.consts), params=of(call.params), batch=of(call.batch))
     losses, *others = evaluate.run(_staged(call, stages, keep_nothing=True))
     return losses, call.with_others(others)
+
+
+@jax.custom_jvp
+def _without_derivative(x: Any) -> Any:
+    """Return an operand, whose derivative raises: what stages exchange as bits has none."""
+    return x
+
+
+@_without_derivative.defjvp
+def _refuse_derivative(*_: Any) -> Any:
+    raise NotImplementedError(
+        "evaluate: on pipeline stages it cannot be differentiated; accumulate(loss, stages=...) returns gradients"
+    )
 
 
 def _staged(call: Call, stages: Stages, keep_nothing: bool = False) -> StagedLoss:
     """Divide the loss at the longest scan whose layers can be dealt and that the gradient reaches.
 
-    `keep_nothing`: nothing is offloaded.
+    `keep_nothing`: nothing is offloaded, and no gradient asked for.
 
     Raises:
       ValueError, NotImplementedError: there is none, or its layers cannot be dealt.
     """
     if passes_refs(call.jaxpr):
         raise NotImplementedError(
-            f"accumulate: stages={stages.axis!r}: the loss has a jax.new_ref outside of other control flow; return "
-            "what it would hold, with has_aux=True, or accumulate without stages"
+            f"{stages.caller}: stages={stages.axis!r}: the loss has a jax.new_ref outside of other control flow; "
+            "return what it would hold, with has_aux=True, or do without stages"
         )
     schedule, each = Schedule(stages.size, stages.virtual, call.microbatches), divisions(call)
     longest_first = sorted(each, key=lambda divided: -divided.length)
     to_deal = (divided for divided in longest_first if divided.length and divided.length % schedule.chunks == 0)
-    divided = next((divided for divided in to_deal if any(divided.perturbed)), None)
+    divided = next((divided for divided in to_deal if keep_nothing or any(divided.perturbed)), None)
     if divided is None:
-        raise ValueError(_nothing_to_deal(schedule, [divided.length for divided in each if divided.length]))
+        lengths = [divided.length for divided in each if divided.length]
+        which = "one" if keep_nothing else "one that the gradient reaches"
+        raise ValueError(f"{stages.caller}: {_nothing_to_deal(schedule, lengths, which)}")
     params = divided.scan.params
     if params["call_jaxpr"].eqns[0].params["reverse"]:
-        raise NotImplementedError("accumulate: stages: a scan with reverse=True cannot be dealt; reverse its xs")
+        raise NotImplementedError(f"{stages.caller}: stages: a scan with reverse=True cannot be dealt; reverse its xs")
     if params["on_stage"] is None:
         raise NotImplementedError(
-            "accumulate: stages: a scan inside vmap or checkify, or one that offload replaced, cannot be dealt; call "
-            "jaxoffload.scan outside of these"
+            f"{stages.caller}: stages: a scan inside vmap or checkify, or one that offload replaced, cannot be dealt; "
+            "call jaxoffload.scan outside of these"
         )
     if effects := call.jaxpr.effects:
         raise NotImplementedError(
-            f"accumulate: stages={stages.axis!r}: the loss has effects ({', '.join(map(str, effects))}), and stages "
-            "run its layers for microbatches that do not exist, too; remove them, or accumulate without stages"
+            f"{stages.caller}: stages={stages.axis!r}: the loss has effects ({', '.join(map(str, effects))}), and "
+            "stages run its layers for microbatches that do not exist, too; remove them, or do without stages"
         )
     policy, strict = (Policy(), False) if keep_nothing else (params["policy"], params["strict"])
     with on_a_stage(stages.axis):
@@ -96,13 +116,10 @@ def _staged(call: Call, stages: Stages, keep_nothing: bool = False) -> StagedLos
     return StagedLoss(divided, chunks, call.operands[: call.fixed], call.microbatch)
 
 
-def _nothing_to_deal(schedule: Schedule, lengths: Sequence[int]) -> str:
+def _nothing_to_deal(schedule: Schedule, lengths: Sequence[int], which: str) -> str:
     has = f"scans of {', '.join(map(str, lengths))} layers" if lengths else "no scan of jaxoffload's"
     chunks = f"{schedule.stages} stages * {schedule.virtual_stages} virtual stages"
-    return (
-        f"accumulate: the loss has {has}, outside of other control flow; the gradient must reach one whose layers are "
-        f"divisible by {chunks}"
-    )
+    return f"the loss has {has}, outside of other control flow; the layers of {which} must be divisible by {chunks}"
 
 
 def _need(loss: StagedLoss) -> Need:

@@ -14,7 +14,7 @@ from ..._engine.jaxprs.walk import walk
 from ..._engine.layers.layer import Layer
 from ..._engine.layers.loops import is_ours
 from ..._engine.microbatches.interleaved import is_staged
-from ..._policy import Policy
+from ..._policy import Policy, PolicyError
 from ..._tracing import Trial, under
 from .._predict.machine import Machine
 from .._predict.memory import argument_bytes, divisions, step_bytes
@@ -90,6 +90,8 @@ def priced(
     devices = spread(args)
     scans = planned_scans(plain, devices)
     names = names_of(scans, fixed)
+    if unmatched := fixed.unmatched(names.seen):
+        raise PolicyError(unmatched)
 
     def costs(kept: Kept) -> Costs:
         policy = policy_of(kept & names.movable, kept - names.movable, names.recomputable, fixed)

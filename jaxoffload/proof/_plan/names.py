@@ -24,6 +24,7 @@ class Names:
       recomputable: units of which a layer can do without; what `fixed` says of them does not matter here.
       movable: units that may go to the host.
       moved: units that go there, as `fixed` says.
+      seen: all names, those of values that are no residuals included.
     """
 
     of: dict[str, Unit]
@@ -32,16 +33,18 @@ class Names:
     recomputable: Kept
     movable: Kept
     moved: Kept
+    seen: frozenset[str]
 
 
 def names_of(scans: Sequence[Scan], fixed: Policy) -> Names:
     """Return the names of all layers, and which decisions on them are open."""
     groups: list[set[str]] = []
-    host, keepable, in_any_case = set[str](), set[str](), set[str]()
+    host, keepable, in_any_case, seen = set[str](), set[str](), set[str](), set[str]()
     for scan in scans:
         without = lambda default: dataclasses.replace(fixed, residuals={}, offload_modules=(), default=default)
         full, least = (linear(scan, without(default)) for default in ("offload", "recompute"))
         rows = full.plan.rows
+        seen |= full.plan.seen
         together = [k.rows for k in full.layout.kept if len(k.rows) > 1]
         together += [frozenset(name.number for name in results) for results in full.plan.together]  # of one kernel
         groups += [set(row.names) for row in rows if row.kind != "argument"]
@@ -65,6 +68,7 @@ def names_of(scans: Sequence[Scan], fixed: Policy) -> Names:
         recomputable=frozenset(recomputable),
         movable=frozenset(movable | dots),
         moved=frozenset(moved | dots),
+        seen=frozenset(seen),
     )
 
 

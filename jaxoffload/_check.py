@@ -24,7 +24,7 @@ from ._engine.layers.scan_primitive import body_of, scan_p
 from ._engine.microbatches.interleaved import interleaved_p
 from ._errors import deprecated
 from ._jax import without_remat3
-from ._policy import Policy, PolicyError, check_arguments, check_functions
+from ._policy import Policy, PolicyError, check_arguments, check_call
 from ._tracing import under
 
 
@@ -78,7 +78,7 @@ def check(f: Callable[..., Any], *args: Any, policy: Policy) -> None:
       ...     print(error)
       residuals['fcl']: matches no tagged value; the names tagged under the policy are fc1; the nearest is 'fc1'
     """
-    check_functions("check", f=f)
+    check_call("check", f, args)
     check_arguments("check", policy)
     with under(whole_program=True):
         jaxpr = jax.make_jaxpr(f)(*args)

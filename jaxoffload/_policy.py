@@ -227,6 +227,19 @@ def check_functions(caller: str, **functions: Any) -> None:
             raise TypeError(f"{caller}: {name} must be a function, got {short(value)}")
 
 
+def check_call(caller: str, f: Any, args: Sequence[Any]) -> None:
+    """Raise TypeError if `caller` cannot trace this call: `f` is no function, or an argument holds what is no array."""
+    check_functions(caller, f=f)
+    for path, leaf in jax.tree_util.tree_leaves_with_path(tuple(args)):
+        is_array = any(hasattr(leaf, name) for name in ("dtype", "__jax_array__"))
+        if not is_array and not isinstance(leaf, int | float | complex):
+            raise TypeError(
+                f"{caller}: args{jax.tree_util.keystr(path)} is {short(leaf)}, of type {type(leaf).__name__}; "
+                "arguments are pytrees of arrays: bind what is none with functools.partial. In Equinox, "
+                "eqx.partition(module, eqx.is_inexact_array) divides a module"
+            )
+
+
 def check_switches(caller: str, **switches: Any) -> None:
     """Raise TypeError if one of these arguments of `caller` is not a bool: any other value is true or false, too."""
     for name, value in switches.items():

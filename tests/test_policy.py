@@ -31,13 +31,14 @@ from jaxoffload._megatron import MODULES
 from jaxoffload._policy import matches
 from jaxoffload._text import one_of
 
+H200 = (ROOT / "machines/h200.json").read_text()
 NO_FUNCTION = {
     "accumulate": accumulate,
     "check": functools.partial(check, policy=Policy()),
     "checkpoint": functools.partial(checkpoint, policy=Policy()),
     "evaluate": evaluate,
     "offload": offload,
-    "plan": functools.partial(proof.plan, budget="1GiB", machine="machines/h200.json"),
+    "plan": functools.partial(proof.plan, budget="1GiB", machine=ROOT / "machines/h200.json"),
     "predict": functools.partial(proof.predict, machine=None),
     "profile": proof.profile,
     "residuals": residuals,
@@ -49,6 +50,13 @@ NO_FUNCTION = {
 def test_what_is_given_in_place_of_a_function_is_named(name):
     with pytest.raises(TypeError, match=rf"^{name}: (f|loss) must be a function, got {{'w': Array\("):
         NO_FUNCTION[name]({"w": jnp.ones(3)})
+
+
+@pytest.mark.parametrize("name", ["check", "plan", "predict", "residuals", "verify"])
+def test_an_argument_that_is_no_array_is_named(name):
+    how = {"predict": functools.partial(proof.predict, machine=proof.Machine.from_json(H200))}
+    with pytest.raises(TypeError, match=rf"^{name}: args\[1\]\['how'\] is 'mean', of type str; arguments are pytrees"):
+        (NO_FUNCTION | how)[name](lambda x, how: jnp.sum(x), jnp.ones(3), {"how": "mean"})
 
 
 ANY_DECISION, A_LIST, A_SIZE = "'save', 'offload' or 'recompute'", "such as ['moe_act']", "512KiB"

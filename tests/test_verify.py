@@ -389,6 +389,12 @@ def checkpoint_of_branches(x, w):
     return jnp.sum(checkpoint(branches, policy=BRANCHES)(x, jax.tree.map(lambda a: a[0], w)) ** 2)
 
 
+def test_values_without_elements_need_not_move():
+    layer = lambda x, w: (jnp.tanh(tag(x @ w, "fc1")), None)
+    loss = lambda x, w: jnp.sum(scan(layer, x, w, policy=policy({"fc1": "offload"}))[0])
+    assert verify(loss, jnp.ones((0, 8)), jnp.ones((3, 8, 8)))["moves"].verdict == "holds"
+
+
 @pytest.mark.parametrize("loss", [lambda *args: scanned(branches, BRANCHES)(*args), chain_of_branches])
 def test_a_branchs_value_that_takes_the_place_of_a_saved_one_is_a_fault(loss, monkeypatch):
     """As if partial evaluation gave both one slot: offload then becomes save."""

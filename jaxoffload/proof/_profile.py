@@ -13,7 +13,7 @@ import jax
 
 from .._compiler_options import compiler_options
 from .._jax import without_remat3
-from .._policy import check_functions
+from .._policy import check_call
 from .._text import readable
 from ._program.hlo import Copy, host_copies, parse
 from ._program.target import target_of
@@ -137,7 +137,7 @@ def profile(f: Callable[..., Any], *args: Any, steps: int = 3) -> Profile:
       >>> loss = lambda w, x: jnp.mean(scan(layer, x, w, policy=Policy({"fc1": "offload"}))[0])
       >>> print(profile(loss, jnp.ones((4, 1024, 1024)), jnp.ones((1024, 1024))))  # doctest: +SKIP
     """
-    check_functions("profile", f=f)
+    check_call("profile", f, args)
     if jax.default_backend() != "gpu":
         raise NotImplementedError(f"profile: needs an NVIDIA GPU; JAX's default backend is {jax.default_backend()}")
     target = target_of(f, args)

@@ -14,7 +14,7 @@ from jax.experimental import multihost_utils
 
 from ..._engine.host.limit import POOL, host_pool_bytes
 from ..._jax import without_remat3
-from ..._policy import Policy, check_functions, check_switches, size_in_bytes
+from ..._policy import Policy, check_call, check_switches, size_in_bytes
 from ..._text import GIB, readable, short
 from .._predict.machine import Machine
 from .._predict.predict import Prediction, predict
@@ -83,7 +83,7 @@ def plan(
       >>> planned.memory.total <= 8 * 2**30
       True
     """
-    check_functions("plan", f=f)
+    check_call("plan", f, args)
     check_switches("plan", compile=compile)
     if fixed is not None and not isinstance(fixed, Policy):
         raise TypeError(f"plan: fixed must be a jaxoffload.Policy or None, got {short(fixed)}")

@@ -10,11 +10,13 @@ from ..._engine.cost.cost import cost
 from ..._engine.host.need import held_by_arguments, need_of
 from ..._engine.jaxprs.walk import walk
 from ..._jax import without_remat3
-from ..._policy import Policy, check_functions
+from ..._policy import Policy, check_call
 from ..._text import readable, short
 from ..._tracing import Trial, under
 from .._program.host_transfers import is_of_an_optimizer
 from .._program.results import spread, trace_of
+from .._program.target import LIKE_A_LOSS
+from .._residuals.residuals import where_twice
 from .collectives import collective_seconds
 from .fit import Fit, fits_in
 from .machine import Machine
@@ -141,7 +143,7 @@ def predict(f: Callable[..., Any], *args: Any, machine: Machine, policy: Policy 
       >>> prediction.host // 2**20, prediction.loops[0].copies[0].bytes // 2**20  # 7 or 8 layers and a padding row
       (512, 64)
     """
-    check_functions("predict", f=f)
+    check_call("predict", f, args)
     if not isinstance(machine, Machine):
         raise TypeError(
             f"predict: machine must be a Machine, got {short(machine)}; machine() returns one, and "
@@ -149,7 +151,7 @@ def predict(f: Callable[..., Any], *args: Any, machine: Machine, policy: Policy 
         )
     if policy is not None and not isinstance(policy, Policy):
         raise TypeError(f"predict: policy must be a jaxoffload.Policy or None, got {short(policy)}")
-    with under(whole_program=True):
+    with where_twice("predict", LIKE_A_LOSS), under(whole_program=True):
         jaxpr, is_loss = (trace_of if policy is None else Trial(policy).traced(trace_of))(f, args)
     devices, most = spread(args), step_bytes(jaxpr, divisions(args), donated=not is_loss)
     kept = min(most, kept_bytes(jaxpr))  # gradients may be computed one after another

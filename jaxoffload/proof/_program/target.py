@@ -97,7 +97,7 @@ def target_of(f: Callable[..., Any], args: tuple[Any, ...]) -> Target:
                 f"XLA_FLAGS=--xla_force_host_platform_device_count={mesh.size}"
             )
     run, is_loss = run_of(f, args)
-    with where_twice("verify", _LIKE_A_LOSS):
+    with where_twice("verify", LIKE_A_LOSS):
         jaxpr = jax.make_jaxpr(run)(*args)
     return Target(run, args, f if is_loss else None, jaxpr, Plans(jaxpr))
 
@@ -106,7 +106,7 @@ _NO_REFERENCE = (
     "nothing in the function is differentiated by jaxoffload, so it has no reference; give a loss, which returns one "
     "floating-point scalar, or a step, which call jaxoffload's scan, chain, checkpoint or host_optimizer"
 )
-_LIKE_A_LOSS = (
+LIKE_A_LOSS = (
     "the function returns one floating-point scalar, as a loss does, but differentiates what is in it; give its loss, "
     "or return the new state too, as a training step does"
 )

@@ -22,7 +22,7 @@ from ..._engine.jaxprs.flat import mesh_of
 from ..._engine.jaxprs.source import Source, source_of
 from ..._engine.layers.loops import DifferentiatedTwice
 from ..._jax import nbytes, on_host, without_remat3
-from ..._policy import Policy, check_arguments, check_functions
+from ..._policy import Policy, check_arguments, check_call
 from ..._tracing import Remarks, under
 from .divided import divided, rows_of
 from .plans import Plans, Recomputed
@@ -56,7 +56,7 @@ def residuals(f: Callable[..., Any], *args: Any, policy: Policy | None = None) -
       >>> [(r.names, r.state, r.bytes) for r in table], table.host_bytes
       ([(('fc1',), 'offloaded', 1048576)], 1048576)
     """
-    check_functions("residuals", f=f)
+    check_call("residuals", f, args)
     if policy is not None:
         check_arguments("residuals", policy)
     fun = f if policy is None else checkpoint(f, policy=policy)

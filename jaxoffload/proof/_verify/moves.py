@@ -49,7 +49,7 @@ _OTHERS = "have no plan's name, are results of equations, or were on the host be
 def _stays(target: Target) -> Iterator[str]:
     """Yield what is saved though it is marked offload, and the table gives no other reason; a step has no table."""
     for row in residuals(target.loss, *target.args) if target.loss and target.plans.plans else ():
-        if row.state == SAVED and row.decision == "offload" and row.bytes:
+        if row.state == SAVED and row.decision == "offload" and 0 not in row.shape:
             yield f"{', '.join(row.names)}, which is marked offload ({row.reason})"
 
 

@@ -4,7 +4,7 @@ from collections.abc import Callable, Iterator
 from typing import Any
 
 from ..._jax import without_remat3
-from ..._policy import check_functions
+from ..._policy import check_call
 from .._check import Check, Verification
 from .._program.target import target_of
 from .conservation import conservation
@@ -60,7 +60,7 @@ def verify(f: Callable[..., Any], *args: Any) -> Verification:
       >>> print(verification["moves"])
       holds        moves: of 1 value(s) that go to the host 1 are marked offload
     """
-    check_functions("verify", f=f)
+    check_call("verify", f, args)
     return Verification(tuple(checks(f, *args)))
 
 

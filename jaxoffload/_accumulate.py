@@ -239,9 +239,9 @@ def _call(
 
     def run(loss: Callable[..., Any], shared: Any, params: Any, microbatch: Any) -> Any:
         of_batch, of_all = iter(microbatch), iter(shared)
-        leaves = zip((x for _, x in named), is_batch, is_shared, strict=True)
-        given = [next(of_batch) if batched else next(of_all) if traced else x for x, batched, traced in leaves]
-        rest = jax.tree.unflatten(of_others, given)
+        each = zip((x for _, x in named), is_batch, is_shared, strict=True)
+        leaves = [next(of_batch) if batched else next(of_all) if traced else x for x, batched, traced in each]
+        rest = jax.tree.unflatten(of_others, leaves)
         given = dict(zip(numbers, jax.tree.unflatten(of_params, params), strict=True)) | rest["args"]
         return loss(*(given[n] for n in range(len(args))), **rest["kwargs"])
 

@@ -238,6 +238,8 @@ def test_a_machine_comes_back_whole():
         {"hbm_gb_s": None},
         {"gemms": fields["gemms"] | {"small": "1"}},
         {"attention_tflops": [0.5, None]},
+        *({name: []} for name in ("gpus", "hbm_gb_s", "gemm_tflops", "one", "gemms", "link", "attention_tflops")),
+        {"gpus": [8]},
     ]
     for wrong in (*text, *({"link": each} for each in short)):
         with pytest.raises(

@@ -435,6 +435,27 @@ def test_state_is_sharded_as_parameters_are_and_blocks_are_parts_of_shards(kind,
     assert blocks | {"scale": 4} == {"w": 4, "scale": 4, "table": 16, "flat": 8}
 
 
+@pytest.mark.parametrize("size", [0, 2**20], ids=["on the host", "too small for it"])
+def test_a_step_is_compiled_once_for_the_state_comes_back_as_it_was_divided(size):
+    mesh = jax.make_mesh((4, 2), ("fsdp", "tensor"), axis_types=(AxisType.Auto,) * 2)
+    specs = {"layers": PartitionSpec(None, "fsdp", "tensor"), "table": PartitionSpec("fsdp", "tensor")}
+    shardings = {name: NamedSharding(mesh, spec) for name, spec in specs.items()}
+    with jax.set_mesh(mesh):
+        params = {
+            name: jax.device_put(jnp.ones((4, 8, 16)[-len(shardings[name].spec) :]), shardings[name]) for name in specs
+        }
+        tx = host_optimizer(
+            optax.adamw(1e-2), policy=Policy(default="offload", min_offload_bytes=size), shardings=shardings
+        )
+        step, state = jax.jit(tx.apply, donate_argnums=(1, 2)), tx.init(params)
+        for _ in range(3):
+            params, state = step(jax.tree.map(jnp.sin, params), params, state)
+        wanted = tx.state_shardings(params)
+    assert step._cache_size() == 1
+    same = lambda x, sharding: x.sharding.is_equivalent_to(sharding, x.ndim)
+    assert all(jax.tree.leaves(jax.tree.map(same, state, wanted)))
+
+
 def test_shardings_that_a_trace_does_not_show_are_asked_for():
     tx = host_optimizer(optax.adam(1e-3), policy=ALL)
     mesh = jax.make_mesh((8,), ("fsdp",), axis_types=(AxisType.Auto,))

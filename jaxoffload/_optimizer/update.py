@@ -65,7 +65,7 @@ class Update:
         Raises:
           NotImplementedError: the update mixes what must be apart.
         """
-        self.jaxpr, self.leaves, self.placements = opened(jaxpr), leaves, list(placements)
+        self.jaxpr, self.leaves, self.state, self.placements = opened(jaxpr), leaves, state, list(placements)
         self.outputs: dict[int, Any] = dict(enumerate(self.jaxpr.outvars, len(leaves) - len(self.jaxpr.outvars)))
         streams = lambda leaf: leaf is not None and placements[leaf].place == "host"
         given = enumerate(zip(self.jaxpr.invars, leaves, strict=True))
@@ -145,6 +145,9 @@ class Update:
         apart = jaxpr.replace(eqns=on_device, outvars=[*once.values(), *taken], debug_info=with_unknown_names(jaxpr))
         evaluate_equations(jaxpr, with_needed_equations(apart).eqns, values)
         new = dict(zip(once, read([*once.values()], values), strict=True))
+        # Else XLA chooses, and a step whose state comes back divided otherwise is compiled again.
+        of = {n: leaf for n in once if n >= self.state and (leaf := self.leaves[n]) is not None}
+        new |= {n: self.placements[leaf].sharded(new[n]) for n, leaf in of.items()}
         before = read([v for v in taken if v not in self.on_host], values)
         for leaves in self._loops():
             streams = [self._stream(leaf, values) for leaf in leaves]

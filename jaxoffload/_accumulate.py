@@ -17,7 +17,7 @@ from ._engine.microbatches.by_layers import sums_by_layers
 from ._engine.microbatches.call import Call, Sums, microbatch_of, total
 from ._engine.stages.on_stages import Stages, sums_on_stages, values_on_stages
 from ._errors import UserError, deprecated
-from ._jax import as_array, convert_constvars_jaxpr, in_memory_of, without_remat3
+from ._jax import as_array, convert_constvars_jaxpr, in_memory_of, is_traceable, without_remat3
 from ._lost_changes import warns_of_lost_changes
 from ._policy import check_functions
 from ._same_draws import warn_of_same_draws
@@ -306,16 +306,13 @@ def _traced(
 
 def _refuse_without_gradient(params: dict[int, Any]) -> None:
     for path, leaf in jax.tree_util.tree_leaves_with_path(params):
-        named = f"accumulate: args{jax.tree_util.keystr(path)} is"
-        if not isinstance(leaf, float | complex) and not any(hasattr(leaf, of) for of in ("dtype", "__jax_array__")):
+        dtype = jnp.result_type(leaf) if is_traceable(leaf) else None
+        if dtype is None or not jnp.issubdtype(dtype, jnp.inexact):
+            what = dtype or f"{short(leaf)}, of type {type(leaf).__name__}"
             raise TypeError(
-                f"{named} {short(leaf)}, of type {type(leaf).__name__}, which has no gradient; argnums names the "
-                "arguments that are parameters. eqx.partition(module, eqx.is_inexact_array) divides a module of Equinox"
-            )
-        if hasattr(leaf, "dtype") and not jnp.issubdtype(leaf.dtype, jnp.inexact):
-            raise TypeError(
-                f"{named} {leaf.dtype}, which has no gradient; argnums names the arguments that are parameters: close "
-                "over all else. In Flax NNX, graph, params, rest = nnx.split(module, nnx.Param, ...) divides a module"
+                f"accumulate: args{jax.tree_util.keystr(path)} is {what}, which has no gradient; argnums names the "
+                "arguments that are parameters: close over all else. A module is divided in Flax NNX by graph, params, "
+                "rest = nnx.split(module, nnx.Param, ...), in Equinox by eqx.partition(module, eqx.is_inexact_array)"
             )
 
 

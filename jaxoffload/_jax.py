@@ -106,7 +106,8 @@ UNINITIALISED = "jaxoffload_uninitialised"  # a new stack
 # What has a nested jaxpr. Its results are the equation's own results:
 CALLS = {"jit", "remat2", "eval_jaxpr", "jaxoffload_checkpoint"}
 # Autodiff runs a rule of the user's instead; "call_hi_primitive" under `jax_custom_vjp3` and `jax_custom_jvp3`.
-VJP_RULES = {"custom_vjp_call", "call_hi_primitive"}
+_HIGH = {"call_hi_primitive"}
+VJP_RULES = {"custom_vjp_call"} | _HIGH
 CUSTOM_RULES = VJP_RULES | {"custom_jvp_call"}
 # Calls that XLA does not know as such: the nested jaxpr is a part of the program around it.
 OPENED = CALLS | {"custom_jvp_call", "custom_vjp_call", SHARD_MAP, REPEATED}
@@ -227,6 +228,11 @@ def where_written(eqn: JaxprEqn) -> str:
 def ordered_effects(jaxpr: Jaxpr) -> list[Any]:
     """Return the effects of `jaxpr` that run in order, such as those of `io_callback(..., ordered=True)`."""
     return [effect for effect in jaxpr.effects if type(effect).__name__.startswith("Ordered")]
+
+
+def has_vjp_rule(eqn: JaxprEqn) -> bool:
+    """Return if autodiff runs a rule of the user's. JAX's own functions are a "call_hi_primitive", too."""
+    return eqn.primitive.name in VJP_RULES and (eqn.primitive.name not in _HIGH or traced_function(eqn) is not None)
 
 
 def traced_function(eqn: JaxprEqn) -> Jaxpr | None:
@@ -377,6 +383,11 @@ def with_zeros(outs: Sequence[Any], out_perturbed: Sequence[bool]) -> Results:
     primals, tangents = list(outs[: len(out_perturbed)]), iter(outs[len(out_perturbed) :])
     zero = lambda primal: Zero(jax.typeof(primal).to_tangent_aval())
     return primals, [next(tangents) if p else zero(x) for x, p in zip(primals, out_perturbed, strict=True)]
+
+
+def is_traceable(x: Any) -> bool:
+    """Return if JAX takes `x` for an array: one, what converts itself to one, or a number of Python's."""
+    return isinstance(x, int | float | complex) or any(hasattr(x, name) for name in ("dtype", "__jax_array__"))
 
 
 def as_array(x: Any) -> jax.Array:

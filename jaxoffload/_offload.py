@@ -21,7 +21,7 @@ from ._engine.jaxprs.walk import Site, walk
 from ._engine.layers.loops import is_ours
 from ._engine.layers.scan_primitive import in_our_scan, scan_p, the_scan
 from ._errors import Problem, warn
-from ._jax import VJP_RULES, evaluate, without_remat3
+from ._jax import evaluate, has_vjp_rule, without_remat3
 from ._policy import Policy, PolicyError, check_functions, check_switches
 from ._pure_call import PureCall
 from ._refusals import refuse_remat3
@@ -154,7 +154,7 @@ def _unmatched(jaxpr: Jaxpr, sites: list[Site], replaced: Replaced) -> list[Prob
     for policy, seen in replaced.under:
         names.setdefault(policy, set()).update(seen)
     problems = [problem for policy, seen in names.items() for problem in policy.unmatched(seen)]
-    if problems and any(site.eqn.primitive.name in VJP_RULES for site in sites):
+    if problems and any(has_vjp_rule(site.eqn) for site in sites):
         # The forward rule, which only a derivative runs, may give the names.
         if (gradient := _derivative(jaxpr)) is None:
             return []

@@ -14,7 +14,7 @@ import jax.numpy as jnp
 from jax.extend.core.primitives import name_p
 
 from ._errors import Problem, UserError
-from ._jax import nbytes
+from ._jax import is_traceable, nbytes
 from ._megatron import MODULES
 from ._names import read_names
 from ._refusals import refuse_remat3, refuse_wrong_offload
@@ -231,8 +231,7 @@ def check_call(caller: str, f: Any, args: Sequence[Any]) -> None:
     """Raise TypeError if `caller` cannot trace this call: `f` is no function, or an argument holds what is no array."""
     check_functions(caller, f=f)
     for path, leaf in jax.tree_util.tree_leaves_with_path(tuple(args)):
-        is_array = any(hasattr(leaf, name) for name in ("dtype", "__jax_array__"))
-        if not is_array and not isinstance(leaf, int | float | complex):
+        if not is_traceable(leaf):
             raise TypeError(
                 f"{caller}: args{jax.tree_util.keystr(path)} is {short(leaf)}, of type {type(leaf).__name__}; "
                 "arguments are pytrees of arrays: bind what is none with functools.partial. In Equinox, "

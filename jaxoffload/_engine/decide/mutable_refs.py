@@ -10,9 +10,9 @@ import jax
 from jax.extend.core import Jaxpr
 from jax.ref import AbstractRef
 
-from ..._jax import VJP_RULES
+from ..._jax import has_vjp_rule
 from ..._policy import Policy, PolicyError
-from ..jaxprs.walk import nested, walk
+from ..jaxprs.walk import walk
 from .plan import all_names
 
 
@@ -34,7 +34,7 @@ def by_jax(jaxprs: Sequence[Jaxpr], policy: Policy, strict: bool, prevent_cse: b
     custom rule's names are not known here; with one in a function, nothing is checked.
     """
     seen = set().union(*map(all_names, jaxprs))
-    rules = any(site.eqn.primitive.name in VJP_RULES and nested(site.eqn) for of in jaxprs for site in walk(of))
+    rules = any(has_vjp_rule(site.eqn) for jaxpr in jaxprs for site in walk(jaxpr))
     problems = policy.unmatched(seen) if strict and not rules else []
 
     def refuse(*_: Any, **__: Any) -> Any:

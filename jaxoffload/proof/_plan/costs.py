@@ -22,8 +22,6 @@ from .._predict.predict import computing_seconds
 from .._predict.rates import Bus
 from .._predict.scans import Scan, Stack, axes_of, scans_in, within
 from .._program.results import spread, trace_of
-from .._program.target import LIKE_A_LOSS
-from .._residuals.residuals import where_twice
 from .names import UNTAGGED, Kept, Names, Unit, linear, names_of, policy_of
 from .result import CannotPlan
 
@@ -87,8 +85,8 @@ def priced(
     of each scan costs that keeps certain names."""
     dots = "recompute" if fixed.dots == "offload" else fixed.dots
     trial = Trial(dataclasses.replace(fixed, residuals={}, offload_modules=(), default="recompute", dots=dots))
-    with where_twice("plan", LIKE_A_LOSS), under(whole_program=True):
-        plain, is_loss = trial.traced(trace_of)(f, args)
+    with under(whole_program=True):
+        plain, is_loss = trial.traced(trace_of)("plan", f, args)
     devices = spread(args)
     scans = planned_scans(plain, devices)
     names = names_of(scans, fixed)

@@ -66,6 +66,7 @@ def plan(
       NothingFits: it says how many bytes the smallest choice needs, and for what.
       CannotPlan: `machine` is neither a Machine nor its file, `budget` or `host_budget` not a size, or `f` has no
         `scan` to plan.
+      PolicyError: a pattern of `fixed` matches nothing.
       TypeError: `f` is not a function, `fixed` not a Policy, or `compile` not a bool.
       NotImplementedError: a scan is inside another one's layer, or beside one on pipeline stages.
 

@@ -120,8 +120,8 @@ class Machine(Rates):
                 value = getattr(made, field.name)
                 numbers = jax.tree.leaves(value, is_leaf=lambda x: x is None)
                 wrong = [x for x in numbers if not (isinstance(x, (int, float)) and 0 < x < math.inf)]
-                is_one = field.type not in (int, float) or isinstance(value, (int, float))
-                wrong += [] if numbers and is_one and isinstance(value, types.get(field.name, object)) else [value]
+                kind: Any = types.get(field.name, (int, float) if field.type in (int, float) else object)
+                wrong += [] if numbers and isinstance(value, kind) else [value]
                 if wrong and field.type is not str and value != field.default:
                     raise ValueError(f"{field.name}: {wrong[0]!r} is not a rate")
             if link := made.link:

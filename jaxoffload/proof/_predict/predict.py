@@ -15,8 +15,6 @@ from ..._text import readable, short
 from ..._tracing import Trial, under
 from .._program.host_transfers import is_of_an_optimizer
 from .._program.results import spread, trace_of
-from .._program.target import LIKE_A_LOSS
-from .._residuals.residuals import where_twice
 from .collectives import collective_seconds
 from .fit import Fit, fits_in
 from .machine import Machine
@@ -151,8 +149,8 @@ def predict(f: Callable[..., Any], *args: Any, machine: Machine, policy: Policy 
         )
     if policy is not None and not isinstance(policy, Policy):
         raise TypeError(f"predict: policy must be a jaxoffload.Policy or None, got {short(policy)}")
-    with where_twice("predict", LIKE_A_LOSS), under(whole_program=True):
-        jaxpr, is_loss = (trace_of if policy is None else Trial(policy).traced(trace_of))(f, args)
+    with under(whole_program=True):
+        jaxpr, is_loss = (trace_of if policy is None else Trial(policy).traced(trace_of))("predict", f, args)
     devices, most = spread(args), step_bytes(jaxpr, divisions(args), donated=not is_loss)
     kept = min(most, kept_bytes(jaxpr))  # gradients may be computed one after another
     streams = any(is_of_an_optimizer(site.eqn) for site in walk(jaxpr))

@@ -12,6 +12,7 @@ import jax.numpy as jnp
 from jax.extend.core import Jaxpr
 
 from ..._jax import dce_jaxpr
+from .._residuals.residuals import where_twice
 
 
 def run_of(f: Callable[..., Any], args: tuple[Any, ...]) -> tuple[Callable[..., Any], bool]:
@@ -21,7 +22,13 @@ def run_of(f: Callable[..., Any], args: tuple[Any, ...]) -> tuple[Callable[..., 
     return (_differentiated(f) if is_loss else _all_of(f)), is_loss
 
 
-def trace_of(f: Callable[..., Any], args: tuple[Any, ...]) -> tuple[Jaxpr, bool]:
+LIKE_A_LOSS = (
+    "the function returns one floating-point scalar, as a loss does, but differentiates what is in it; give its loss, "
+    "or return the new state too, as a training step does"
+)
+
+
+def trace_of(caller: str, f: Callable[..., Any], args: tuple[Any, ...]) -> tuple[Jaxpr, bool]:
     """Return the trace of the function that `run_of` returns, without dead code, and whether `f` is a loss.
 
     A step is traced once. Dead code is such as the residuals of what is differentiated under a `stop_gradient`.
@@ -29,7 +36,8 @@ def trace_of(f: Callable[..., Any], args: tuple[Any, ...]) -> tuple[Jaxpr, bool]
     jaxpr, out = jax.make_jaxpr(_all_of(f), return_shape=True)(*args)
     if not _is_of_a_loss(out["result"], args):
         return without_dead_code(jaxpr), False
-    return without_dead_code(jax.make_jaxpr(_differentiated(f))(*args)), True
+    with where_twice(caller, LIKE_A_LOSS):
+        return without_dead_code(jax.make_jaxpr(_differentiated(f))(*args)), True
 
 
 def without_dead_code(jaxpr: Jaxpr) -> Jaxpr:

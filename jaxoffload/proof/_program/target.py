@@ -17,7 +17,7 @@ from .._residuals.residuals import where_twice
 from .exact import compiled
 from .hlo import Module, parse
 from .host_transfers import STATE, host_transfers
-from .results import run_of, spread
+from .results import LIKE_A_LOSS, run_of, spread
 
 
 @dataclasses.dataclass(frozen=True)
@@ -105,10 +105,6 @@ def target_of(f: Callable[..., Any], args: tuple[Any, ...]) -> Target:
 _NO_REFERENCE = (
     "nothing in the function is differentiated by jaxoffload, so it has no reference; give a loss, which returns one "
     "floating-point scalar, or a step, which call jaxoffload's scan, chain, checkpoint or host_optimizer"
-)
-LIKE_A_LOSS = (
-    "the function returns one floating-point scalar, as a loss does, but differentiates what is in it; give its loss, "
-    "or return the new state too, as a training step does"
 )
 
 

@@ -171,7 +171,7 @@ def test_a_layer_costs_what_it_runs_and_copies_of_what_it_keeps(sharded):
     everything = names.least | names.free
     (found,) = costs(everything)
     policy = policy_of(everything, frozenset(), names.recomputable, ALL)
-    (scan_,) = scans_in(Trial(policy).traced(trace_of)(f, args)[0], 1)
+    (scan_,) = scans_in(Trial(policy).traced(trace_of)("plan", f, args)[0], 1)
     passes = scan_.layer.forward, within(scan_.shard_maps, scan_.layer.backward)
     forward, backward = (cost(of, rates).seconds for of in passes)
     carry, a, b = (4 * size // (2 if sharded else 1) for size in (32 * 64, 32 * 256, 32 * 64))
